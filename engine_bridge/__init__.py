@@ -1,0 +1,7 @@
+"""What runs inside a vLLM engine process: carries kvctl's operations onto the engine's own thread.
+
+Only `engine_bridge.engine` and `engine_bridge.versions` name vLLM; nothing here imports more than vLLM itself needs.
+`engine_bridge.protocol` and `engine_bridge.page` are the schema shared with the sidecar and import neither.
+"""
+
+__version__ = "0.1.0"

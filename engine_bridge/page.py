@@ -1,0 +1,234 @@
+"""The memory-mapped page: what an engine did last, readable while its thread is busy, stuck or stopped.
+
+The engine thread rewrites the page at every step (a few microseconds, no system call). Another process maps the same
+file and reads it under a sequence lock, so it needs nothing of the engine: no GIL, no answer. The page is also how a
+caller learns for certain whether an operation ever started: the engine thread notes the request id in `started`
+before it looks at the deadline, so an id that is absent once the deadline has passed was not and will not be executed.
+
+Layout, little endian, one 4 KiB page: MAGIC, version, sequence, then BODY, then STARTED_SLOTS pairs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import uuid
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Final
+
+MAGIC: Final = b"KVCTLPG\x01"
+PAGE_BYTES: Final = 4096
+PAGE_VERSION: Final = 1
+STARTED_SLOTS: Final = 16
+
+_HEADER: Final = struct.Struct("<8sIIQ")  # magic, version, size, sequence
+_SEQUENCE_OFFSET: Final = 16
+_SEQUENCE: Final = struct.Struct("<Q")
+_BODY_OFFSET: Final = _HEADER.size
+_BODY: Final = struct.Struct("<16sIiQIQQQQQQQIIIIIIQQQQIIQQ")
+_STARTED_OFFSET: Final = 1024
+_STARTED: Final = struct.Struct("<16sQ")
+_READ_TRIES: Final = 64
+
+
+class Phase(IntEnum):
+    """What the engine thread is doing."""
+
+    STARTING = 0
+    IDLE = 1
+    """Blocked on its input queue: no work."""
+    LOOP = 2
+    """Between steps."""
+    STEP = 3
+    """Inside a step: scheduling or waiting for the model."""
+    OPERATION = 4
+    """Running a kvctl operation."""
+    STOPPING = 5
+    STOPPED = 6
+    """The busy loop has ended."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """The body of the page. Times are CLOCK_MONOTONIC nanoseconds, 0 for never."""
+
+    incarnation: bytes = bytes(16)
+    pid: int = 0
+    data_parallel_rank: int = 0
+    process_start_ticks: int = 0
+    phase: int = Phase.STARTING
+    phase_since_ns: int = 0
+    steps: int = 0
+    last_step_ns: int = 0
+    """End of the last step."""
+    last_progress_ns: int = 0
+    """End of the last step that scheduled a token."""
+    tokens_scheduled: int = 0
+    outputs: int = 0
+    """Per-request outputs handed out since start; one carries at least one token or a finish."""
+    preemptions: int = 0
+    running: int = 0
+    waiting: int = 0
+    """Waiting, all kinds."""
+    deferred: int = 0
+    """Waiting in a blocked state: remote KV, grammar, streamed input."""
+    holding: int = 0
+    """Waiting and holding blocks."""
+    paused: int = 0
+    """vLLM's PauseState value: 0 running, 1 new requests queue, 2 all."""
+    sleeping: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    """Hashes in the lookup map: equals cached blocks but for duplicates."""
+    last_reset_ns: int = 0
+    last_reset_mode: int = 0
+    """0 none, 1 fail, 2 preempt, 3 keep, 4 one not made by kvctl."""
+    flags: int = 0
+    """Bit 0: an update was abandoned. Bit 1: woke without a reset."""
+    last_operation_ns: int = 0
+    last_pause_us: int = 0
+
+
+FLAG_ABANDONED_UPDATE: Final = 1
+FLAG_WOKE_WITHOUT_RESET: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One consistent reading of a page."""
+
+    counters: Counters
+    started: tuple[tuple[bytes, int], ...]
+    """The last STARTED_SLOTS request ids the engine thread took up, with the time; newest last."""
+
+    def has_started(self, request_id: str) -> bool:
+        """Whether the engine thread took up this request id. Reliable while at most STARTED_SLOTS followed it."""
+        wanted = uuid.UUID(request_id).bytes
+        return any(slot == wanted for slot, _ in self.started)
+
+
+class PageError(Exception):
+    """A page file that cannot be read: absent, cut short, of another version, or never consistent."""
+
+
+class PageWriter:
+    """The engine's end. One thread writes; a failed write never reaches the engine loop as anything but an error."""
+
+    def __init__(self, path: Path, counters: Counters) -> None:
+        """Create the file (0600, or what the caller's umask and chmod make of it) and write the first body."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, PAGE_BYTES)
+            self._map = mmap.mmap(fd, PAGE_BYTES)
+        finally:
+            os.close(fd)
+        self.path = path
+        self.counters = counters
+        self._sequence = 0
+        self._next_slot = 0
+        self.publish()
+        # The magic comes last: a reader that opens the file before this line sees "not ready", not zeros.
+        _HEADER.pack_into(self._map, 0, MAGIC, PAGE_VERSION, PAGE_BYTES, self._sequence)
+
+    def publish(self) -> None:
+        """Write the counters."""
+        c = self.counters
+        sequence = self._sequence + 2
+        _SEQUENCE.pack_into(self._map, _SEQUENCE_OFFSET, sequence - 1)
+        _BODY.pack_into(
+            self._map,
+            _BODY_OFFSET,
+            c.incarnation,
+            c.pid,
+            c.data_parallel_rank,
+            c.process_start_ticks,
+            c.phase,
+            c.phase_since_ns,
+            c.steps,
+            c.last_step_ns,
+            c.last_progress_ns,
+            c.tokens_scheduled,
+            c.outputs,
+            c.preemptions,
+            c.running,
+            c.waiting,
+            c.deferred,
+            c.holding,
+            c.paused,
+            c.sleeping,
+            c.blocks_total,
+            c.blocks_free,
+            c.blocks_cached,
+            c.last_reset_ns,
+            c.last_reset_mode,
+            c.flags,
+            c.last_operation_ns,
+            c.last_pause_us,
+        )
+        _SEQUENCE.pack_into(self._map, _SEQUENCE_OFFSET, sequence)
+        self._sequence = sequence
+
+    def note_started(self, request_id: str, now_ns: int) -> None:
+        """Put a request id on the record of operations taken up, before its deadline is looked at."""
+        offset = _STARTED_OFFSET + self._next_slot * _STARTED.size
+        sequence = self._sequence + 2
+        _SEQUENCE.pack_into(self._map, _SEQUENCE_OFFSET, sequence - 1)
+        _STARTED.pack_into(self._map, offset, uuid.UUID(request_id).bytes, now_ns)
+        _SEQUENCE.pack_into(self._map, _SEQUENCE_OFFSET, sequence)
+        self._sequence = sequence
+        self._next_slot = (self._next_slot + 1) % STARTED_SLOTS
+
+    def close(self) -> None:
+        """Unmap. The file stays until its owner removes it."""
+        self._map.close()
+
+
+class PageReader:
+    """The sidecar's end."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file read-only; PageError says what is wrong with it."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise PageError(f"{path}: {error.strerror}") from error
+        try:
+            size = os.fstat(fd).st_size
+            if size < PAGE_BYTES:
+                raise PageError(f"{path}: {size} bytes, expected {PAGE_BYTES}")
+            self._map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise PageError(f"{path}: cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+        self.path = path
+
+    def read(self) -> Snapshot:
+        """One consistent snapshot; PageError when there is none within a few tries or the page is not ours."""
+        for _ in range(_READ_TRIES):
+            magic, version, _, before = _HEADER.unpack_from(self._map, 0)
+            if magic != MAGIC:
+                raise PageError(f"{self.path}: not an engine page")
+            if version != PAGE_VERSION:
+                raise PageError(f"{self.path}: page version {version}, this sidecar reads {PAGE_VERSION}")
+            if before % 2:
+                continue
+            body = _BODY.unpack_from(self._map, _BODY_OFFSET)
+            slots = [
+                _STARTED.unpack_from(self._map, _STARTED_OFFSET + i * _STARTED.size)
+                for i in range(STARTED_SLOTS)
+            ]
+            (after,) = _SEQUENCE.unpack_from(self._map, _SEQUENCE_OFFSET)
+            if before == after:
+                taken = sorted((slot for slot in slots if slot[1]), key=lambda slot: slot[1])
+                return Snapshot(Counters(*body), tuple(taken))
+        # The writer may have been stopped between its two sequence writes; the reading is then torn for good.
+        raise PageError(f"{self.path}: no consistent reading; the engine was stopped while writing it")
+
+    def close(self) -> None:
+        """Unmap."""
+        self._map.close()

@@ -1,0 +1,1 @@
+"""The kvctl command line: commands, one printer a format, exit codes."""

@@ -1,0 +1,1 @@
+"""Many replicas: discovery, channels, fan-out, rollouts, the operation store, the service."""

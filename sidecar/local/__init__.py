@@ -1,0 +1,1 @@
+"""A fleet on this machine: real vLLM on the CPU, load, the demo."""

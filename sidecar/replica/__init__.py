@@ -1,0 +1,1 @@
+"""One replica's server: the CacheAdmin service, verdicts, metrics, the application."""
