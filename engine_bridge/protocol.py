@@ -25,7 +25,15 @@ MAX_FRAME_BYTES: Final = 64 * 1024
 RunningMode = Literal["fail", "preempt", "keep"]
 Scope = Literal["idle", "uncached", "all_free"]
 TierStateName = Literal[
-    "done", "refused", "pending", "not_configured", "unsupported", "not_requested", "not_run", "failed"
+    "done",
+    "refused",
+    "pending",
+    "not_configured",
+    "unsupported",
+    "not_requested",
+    "not_run",
+    "failed",
+    "unconfirmed",  # only over HTTP: the call was accepted, its effect was not shown
 ]
 OutcomeState = Literal[
     "done",  # everything asked for happened

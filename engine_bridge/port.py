@@ -1,0 +1,148 @@
+"""What an operation may ask of an engine, and nothing more.
+
+`engine_bridge.engine` implements this on vLLM; tests implement it on a model of a block pool, behind the same
+dispatcher and the same socket. Every method is called on the engine's own thread, between two steps, so no method
+blocks, and each one that walks blocks does a bounded piece at a time.
+
+Long work is a generator of `None` (type Work): each `yield` is a point where every structure of the engine is valid
+and the engine may run a step before the work goes on. The dispatcher decides when that is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Literal, Protocol, TypeVar
+
+from engine_bridge import protocol
+
+T = TypeVar("T")
+Work = Generator[None, None, T]
+
+
+class Identity(Protocol):
+    """Facts that do not change while the engine lives; they go into the Welcome."""
+
+    data_parallel_rank: int
+    data_parallel_size: int
+    vllm_version: str
+    model: str
+    block_size: int
+    blocks: int
+    prefix_caching: bool
+
+
+class EnginePort(Protocol):
+    """One engine core, as operations see it."""
+
+    @property
+    def identity(self) -> Identity:
+        """Facts for the Welcome."""
+        ...
+
+    def capabilities(self) -> dict[str, str]:
+        """Every name in protocol.CAPABILITIES -> "" or the reason it is switched off on this engine."""
+        ...
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def holders(self) -> protocol.Holders:
+        """Who holds blocks now. O(waiting)."""
+        ...
+
+    def running_requests(self) -> int:
+        """Requests in the running set."""
+        ...
+
+    def cached_blocks(self) -> int:
+        """Blocks that carry a hash, over all pools."""
+        ...
+
+    def evidence(self, call: int, contiguity_blocks: int) -> protocol.Evidence:
+        """Everything a verdict needs. O(waiting), bounded; no side effect on vLLM's structures."""
+        ...
+
+    # --- resetting -----------------------------------------------------------------------------------------------
+
+    def preempt_running(self) -> int:
+        """Preempt every running request as vLLM's own reset does; returns how many. The caller has checked that
+        nothing will still be held afterwards, see `blocks_after_preempt`."""
+        ...
+
+    def blocks_after_preempt(self) -> int:
+        """Blocks that would still be held if every running request were preempted now. 0 means a preempt works."""
+        ...
+
+    def drop_prefix_cache(self) -> int:
+        """Forget every hash in every distinct pool, whatever is held: vLLM's own reset body without its refusal.
+        Returns blocks that carried a hash. Held blocks, the free queue and GPU memory stay as they are."""
+        ...
+
+    def bump_aux_generation(self) -> None:
+        """What vLLM does with its aux output connector after a reset; never called while output is in flight."""
+        ...
+
+    def quarantine_running(self) -> int:
+        """Bar the blocks that requests now holding KV fill from here on from ever entering the cache, until each
+        ends or is recomputed from scratch. Returns how many requests."""
+        ...
+
+    def reset_connector(self) -> protocol.Tier:
+        """Clear the KV connector's tier, reading its answer for what it is (True, False, None, raised, absent)."""
+        ...
+
+    def reset_multimodal(self) -> protocol.Tier:
+        """Clear the multimodal cache on both sides, or say why that cannot be done from here."""
+        ...
+
+    def reset_encoder(self) -> protocol.Tier:
+        """Clear the encoder cache in the scheduler and in the workers, or say why that cannot be done from here."""
+        ...
+
+    def publish_cleared(self) -> tuple[bool, list[str]]:
+        """Hand AllBlocksCleared to the event publisher now, also on an idle engine. Returns whether it was handed
+        over, and the tiers it stands for. (False, []) when events are not configured."""
+        ...
+
+    # --- free queue ----------------------------------------------------------------------------------------------
+
+    def contiguity(self) -> Work[protocol.Contiguity]:
+        """Walk the whole free queue, in slices."""
+        ...
+
+    def reorder(self, scope: Literal["uncached", "all_free"]) -> Work[int]:
+        """Relink free blocks into block-id order in place, in slices; the queue is valid at every yield. Returns
+        blocks moved. ("idle" is "all_free" after the caller has checked that nothing is held.)"""
+        ...
+
+    # --- relief --------------------------------------------------------------------------------------------------
+
+    def deadlock(self) -> str:
+        """Empty when admissions are deadlocked on blocks held by waiting requests right now, else what was found."""
+        ...
+
+    def relieve_one(self) -> tuple[str, int]:
+        """Give back the blocks of the youngest waiting holder whose load has finished; it is recomputed later.
+        Returns its request id and the blocks freed. LookupError when there is no such holder."""
+        ...
+
+    # --- scheduling ----------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Schedule nothing more; requests stay where they are."""
+        ...
+
+    def resume(self) -> None:
+        """Schedule again."""
+        ...
+
+    def paused_by_vllm(self) -> bool:
+        """Whether the scheduler is paused and not by us."""
+        ...
+
+    def set_weight_version(self, version: str) -> None:
+        """Record a weight version at the engine."""
+        ...
+
+    def weight_version(self) -> str:
+        """The engine's weight version, empty when none was ever set."""
+        ...
