@@ -218,10 +218,7 @@ class PageReader:
             if before % 2:
                 continue
             body = _BODY.unpack_from(self._map, _BODY_OFFSET)
-            slots = [
-                _STARTED.unpack_from(self._map, _STARTED_OFFSET + i * _STARTED.size)
-                for i in range(STARTED_SLOTS)
-            ]
+            slots = [_STARTED.unpack_from(self._map, _STARTED_OFFSET + i * _STARTED.size) for i in range(STARTED_SLOTS)]
             (after,) = _SEQUENCE.unpack_from(self._map, _SEQUENCE_OFFSET)
             if before == after:
                 taken = sorted((slot for slot in slots if slot[1]), key=lambda slot: slot[1])

@@ -65,7 +65,8 @@ class EnginePort(Protocol):
 
     def preempt_running(self) -> int:
         """Preempt every running request as vLLM's own reset does; returns how many. The caller has checked that
-        nothing will still be held afterwards, see `blocks_after_preempt`."""
+        nothing will still be held afterwards, see `blocks_after_preempt`.
+        """
         ...
 
     def blocks_after_preempt(self) -> int:
@@ -74,7 +75,8 @@ class EnginePort(Protocol):
 
     def drop_prefix_cache(self) -> int:
         """Forget every hash in every distinct pool, whatever is held: vLLM's own reset body without its refusal.
-        Returns blocks that carried a hash. Held blocks, the free queue and GPU memory stay as they are."""
+        Returns blocks that carried a hash. Held blocks, the free queue and GPU memory stay as they are.
+        """
         ...
 
     def bump_aux_generation(self) -> None:
@@ -83,7 +85,8 @@ class EnginePort(Protocol):
 
     def quarantine_running(self) -> int:
         """Bar the blocks that requests now holding KV fill from here on from ever entering the cache, until each
-        ends or is recomputed from scratch. Returns how many requests."""
+        ends or is recomputed from scratch. Returns how many requests.
+        """
         ...
 
     def reset_connector(self) -> protocol.Tier:
@@ -100,7 +103,8 @@ class EnginePort(Protocol):
 
     def publish_cleared(self) -> tuple[bool, list[str]]:
         """Hand AllBlocksCleared to the event publisher now, also on an idle engine. Returns whether it was handed
-        over, and the tiers it stands for. (False, []) when events are not configured."""
+        over, and the tiers it stands for. (False, []) when events are not configured.
+        """
         ...
 
     # --- free queue ----------------------------------------------------------------------------------------------
@@ -111,7 +115,8 @@ class EnginePort(Protocol):
 
     def reorder(self, scope: Literal["uncached", "all_free"]) -> Work[int]:
         """Relink free blocks into block-id order in place, in slices; the queue is valid at every yield. Returns
-        blocks moved. ("idle" is "all_free" after the caller has checked that nothing is held.)"""
+        blocks moved. ("idle" is "all_free" after the caller has checked that nothing is held.)
+        """
         ...
 
     # --- relief --------------------------------------------------------------------------------------------------
@@ -122,7 +127,8 @@ class EnginePort(Protocol):
 
     def relieve_one(self) -> tuple[str, int]:
         """Give back the blocks of the youngest waiting holder whose load has finished; it is recomputed later.
-        Returns its request id and the blocks freed. LookupError when there is no such holder."""
+        Returns its request id and the blocks freed. LookupError when there is no such holder.
+        """
         ...
 
     # --- scheduling ----------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ Strings instead of enums: an unknown value from a newer peer must reach the code
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
@@ -21,6 +23,25 @@ PROTOCOL_VERSION: Final = 1
 
 MAX_FRAME_BYTES: Final = 64 * 1024
 """Largest frame either end sends or accepts, well under the default socket buffer of 208 KiB."""
+
+MAX_SOCKET_PATH_BYTES: Final = 107
+"""Linux's limit on a Unix socket path (sun_path without its terminating zero)."""
+
+
+def default_engine_dir() -> Path:
+    """Where engines and sidecars meet when KVCTL_ENGINE_DIR is not set: both ends must decide alike.
+
+    /run/kvctl when this user can write there or make it, else the user's runtime directory, else /tmp/kvctl-<uid>.
+    """
+    configured = os.environ.get("KVCTL_ENGINE_DIR")
+    if configured:
+        return Path(configured)
+    system = Path("/run/kvctl")
+    if os.access(system if system.is_dir() else system.parent, os.W_OK | os.X_OK):
+        return system
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime, "kvctl") if runtime else Path(f"/tmp/kvctl-{os.getuid()}")  # noqa: S108 - 0700, owner checked
+
 
 RunningMode = Literal["fail", "preempt", "keep"]
 Scope = Literal["idle", "uncached", "all_free"]
