@@ -1,0 +1,129 @@
+"""The inventory: a YAML file that lists replicas.
+
+    replicas:
+      - name: r0
+        address: "127.0.0.1:9001"
+        labels: {pool: a}
+
+A fleet operation must not skip a replica because of a typing slip, so nothing unknown is passed over: every error
+names the file, the line, the key, and what was expected there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+from sidecar.coordinator.targets import Target
+
+_KEYS: Final = ("name", "address", "labels")
+_NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+_ADDRESS: Final = re.compile(r"unix:/.+|\[[0-9A-Fa-f:.%]+\]:(?P<v6port>[0-9]+)|[A-Za-z0-9._-]+:(?P<port>[0-9]+)")
+_LABEL_KEY: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?")
+_LABEL_VALUE: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?")
+
+
+class InventoryError(ValueError):
+    """The file does not say what an inventory must say. One line for a person."""
+
+
+def load_inventory(path: Path) -> tuple[Target, ...]:
+    """Read the file. OSError when it cannot be opened, InventoryError when it cannot be understood."""
+    return parse_inventory(path.read_bytes(), str(path))
+
+
+def parse_inventory(text: bytes | str, source: str) -> tuple[Target, ...]:
+    """Read an inventory; `source` is how errors call it."""
+    return _Reader(source).read(text)
+
+
+class _Reader:
+    """Walks YAML nodes rather than plain values: nodes know their lines, and show a key given twice."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def read(self, text: bytes | str) -> tuple[Target, ...]:
+        try:
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            line = f", line {mark.line + 1}" if mark else ""
+            problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+            raise InventoryError(f"inventory {self._source}{line}: this is not YAML: {problem}") from error
+        if root is None:
+            raise InventoryError(f"inventory {self._source} is empty; expected 'replicas:' with a list")
+        top = dict(self._pairs(root, "the file", ("replicas",)))
+        if "replicas" not in top:
+            raise self._error(root, "key 'replicas' is missing", "a list of replicas under it")
+        listed = top["replicas"]
+        if not isinstance(listed, yaml.SequenceNode):
+            raise self._error(listed, "'replicas' is not a list", "'- name: ...' items")
+        targets = [self._replica(item) for item in listed.value]
+        self._no_repeats(targets, listed.value)
+        return tuple(targets)
+
+    def _replica(self, node: yaml.Node) -> Target:
+        values = dict(self._pairs(node, "a replica", _KEYS))
+        if "address" not in values:
+            raise self._error(node, "a replica has no 'address'", 'e.g. address: "127.0.0.1:7700"')
+        address = self._text(values["address"], "address")
+        found = _ADDRESS.fullmatch(address)
+        if found is None or ((port := found["port"] or found["v6port"]) and not 0 < int(port) < 65536):
+            raise self._error(
+                values["address"], f"address {address!r} is not one", "host:port, [v6]:port or unix:/path"
+            )
+        name = self._text(values["name"], "name") if "name" in values else ""
+        if name and not _NAME.fullmatch(name):
+            raise self._error(values["name"], f"name {name!r} is not one", "letters, digits, '.', '_' and '-'")
+        return Target(address=address, name=name, labels=self._labels(values["labels"]) if "labels" in values else {})
+
+    def _labels(self, node: yaml.Node) -> dict[str, str]:
+        labels: dict[str, str] = {}
+        for key, value in self._pairs(node, "labels", None):
+            text = self._text(value, key)
+            if not _LABEL_KEY.fullmatch(key):
+                raise self._error(value, f"label key {key!r} is not one", "letters, digits, '.', '_', '/' and '-'")
+            if not _LABEL_VALUE.fullmatch(text):
+                raise self._error(value, f"label value {text!r} is not one", "letters, digits, '.', '_' and '-'")
+            labels[key] = text
+        return labels
+
+    def _pairs(self, node: yaml.Node, what: str, known: tuple[str, ...] | None) -> Iterator[tuple[str, yaml.Node]]:
+        if not isinstance(node, yaml.MappingNode):
+            expected = f"the keys {', '.join(known)}" if known else "'key: value' pairs"
+            raise self._error(node, f"{what} is not a mapping", expected)
+        seen: set[str] = set()
+        for key_node, value in node.value:
+            key = self._text(key_node, "a key")
+            if known is not None and key not in known:
+                raise self._error(key_node, f"key {key!r} is not known in {what}", f"one of {', '.join(known)}")
+            if key in seen:
+                raise self._error(key_node, f"key {key!r} is given twice in {what}", "it once")
+            seen.add(key)
+            yield key, value
+
+    def _text(self, node: yaml.Node, key: str) -> str:
+        if isinstance(node, yaml.ScalarNode) and node.tag != "tag:yaml.org,2002:null":
+            return str(node.value)
+        raise self._error(node, f"{key} is not a text", "a single value")
+
+    def _no_repeats(self, targets: list[Target], nodes: list[yaml.Node]) -> None:
+        names: set[str] = set()
+        addresses: set[str] = set()
+        for target, node in zip(targets, nodes, strict=True):
+            if target.name and target.name in names:
+                raise self._error(node, f"name {target.name!r} is given to two replicas", "names that differ")
+            if target.address in addresses:
+                raise self._error(node, f"address {target.address!r} is listed twice", "it once")
+            names.add(target.name)
+            addresses.add(target.address)
+
+    def _error(self, node: yaml.Node, found: str, expected: str) -> InventoryError:
+        return InventoryError(
+            f"inventory {self._source}, line {node.start_mark.line + 1}: {found}; expected {expected}"
+        )

@@ -1,0 +1,51 @@
+"""What a fleet operation is aimed at, and the id each replica sees.
+
+A target is an address with what discovery knows of it. Who really answers there (its name, its labels, whether two
+addresses are one replica) is only known once it was asked, so a target may come without a name.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One address to call."""
+
+    address: str
+    """A gRPC address: "host:port", "[v6]:port" or "unix:/path"."""
+    name: str = ""
+    """Replica name as discovery gives it. Empty: the replica is asked for its own."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels as discovery gives them; the replica's own fill what is missing here."""
+    not_ready: str = ""
+    """Why this target must not be called ("terminating", "not ready"). Empty: call it. It is shown either way."""
+    server_name: str = ""
+    """Name to expect in the TLS certificate when it is not the host of `address` (addresses found through DNS)."""
+
+    @property
+    def shown_as(self) -> str:
+        """What to call it before it has answered."""
+        return self.name or self.address
+
+
+@dataclass(frozen=True, slots=True)
+class Discovered:
+    """What one look at discovery found."""
+
+    targets: tuple[Target, ...]
+    incomplete: bool = False
+    """True when there may be targets that were not found; an operation on the rest is then never all succeeded."""
+    warnings: tuple[str, ...] = ()
+
+
+def derive_request_id(operation_id: str, replica: str) -> str:
+    """The request id one replica sees: the same operation and replica always give the same id.
+
+    The replica's name is used, not its instance id: an operation resumed after the replica's sidecar restarted must
+    still be recognised by the engine as the one that it has run already.
+    """
+    return str(uuid.uuid5(uuid.UUID(operation_id), replica))
