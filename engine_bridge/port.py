@@ -4,8 +4,9 @@
 dispatcher and the same socket. Every method is called on the engine's own thread, between two steps, so no method
 blocks, and each one that walks blocks does a bounded piece at a time.
 
-Long work is a generator of `None` (type Work): each `yield` is a point where every structure of the engine is valid
-and the engine may run a step before the work goes on. The dispatcher decides when that is needed.
+Long work is a generator (type Work): each `yield` is a point where every structure of the engine is valid and the
+engine may run a step before the work goes on. The dispatcher decides when that is needed; `yield "step"` says that
+going on is pointless before the engine has been round its loop once more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal, Protocol, TypeVar
 from engine_bridge import protocol
 
 T = TypeVar("T")
-Work = Generator[None, None, T]
+Work = Generator[Literal["step"] | None, None, T]
 
 
 class Identity(Protocol):
@@ -49,6 +50,12 @@ class EnginePort(Protocol):
         """Who holds blocks now. O(waiting)."""
         ...
 
+    def held_blocks(self) -> int:
+        """Blocks that are not free, over all pools, without null blocks. O(pools): looked at every step while an
+        operation waits for an idle moment.
+        """
+        ...
+
     def running_requests(self) -> int:
         """Requests in the running set."""
         ...
@@ -71,6 +78,24 @@ class EnginePort(Protocol):
 
     def blocks_after_preempt(self) -> int:
         """Blocks that would still be held if every running request were preempted now. 0 means a preempt works."""
+        ...
+
+    def must_settle(self) -> bool:
+        """Whether a preempt or an aux output bump now would meet a model step in flight that it must not meet: blocks
+        whose free is put off until that step ends, or output that the worker has not handed over.
+        """
+        ...
+
+    def in_flight(self) -> bool:
+        """Whether a model step has been scheduled and not processed yet."""
+        ...
+
+    def hold(self) -> None:
+        """Schedule nothing until `release`, so that the steps in flight run out. Not a pause: nobody is told."""
+        ...
+
+    def release(self) -> None:
+        """End a `hold`: the scheduling state is what it was before."""
         ...
 
     def drop_prefix_cache(self) -> int:
@@ -134,7 +159,19 @@ class EnginePort(Protocol):
     # --- scheduling ----------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Schedule nothing more; requests stay where they are."""
+        """Schedule nothing more; requests stay where they are. Steps in flight still run out."""
+        ...
+
+    def synchronize(self) -> None:
+        """After a pause, with no step in flight: wait until the device is idle, as vLLM's own pause does."""
+        ...
+
+    def paused(self) -> bool:
+        """Whether the scheduler is paused by anybody."""
+        ...
+
+    def sleeping(self) -> bool:
+        """Whether the executor sleeps: weights or KV memory are gone."""
         ...
 
     def resume(self) -> None:

@@ -1,1 +1,104 @@
-"""What kvctl does to an engine: decisions over the port, on the engine's thread."""
+"""What kvctl does to an engine: decisions over the port, on the engine's thread.
+
+An operation is a generator function `(port, request, context) -> Work[Verdict]`. It decides; the dispatcher runs it in
+slices, times it, answers everybody who asked, and remembers the verdict. An operation that raises is answered with
+"raised", so it catches nothing it cannot handle.
+
+What an operation may rely on: its deadline had not passed when it started, no other operation runs on this engine, and
+between two yields nothing else touches the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from engine_bridge import protocol
+from engine_bridge.port import EnginePort, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How an operation ended; the dispatcher makes an Outcome of it."""
+
+    state: protocol.OutcomeState
+    result: protocol.Result | None = None
+    reason: str = ""
+    """UPPER_SNAKE, one of proto/kvctl/v1/errors.proto without the prefix."""
+    message: str = ""
+    retry_after_ms: int = 0
+
+
+class Meter:
+    """What the engine thread paid for one operation; the dispatcher starts and stops it around each slice."""
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        """`clock` gives nanoseconds."""
+        self._clock = clock
+        self._started_ns = 0
+        self._longest_ns = 0
+        self._total_ns = 0
+        self._slices = 0
+
+    def start(self) -> None:
+        """A slice begins."""
+        self._started_ns = self._clock()
+
+    def stop(self) -> None:
+        """A slice ends."""
+        took = self._clock() - self._started_ns
+        self._total_ns += took
+        self._longest_ns = max(self._longest_ns, took)
+        self._slices += 1
+
+    def cost(self) -> protocol.PauseCost:
+        """Slices that have ended so far."""
+        return protocol.PauseCost(
+            longest_us=-(-self._longest_ns // 1000), total_us=-(-self._total_ns // 1000), slices=self._slices
+        )
+
+
+@dataclass(slots=True)
+class Lease:
+    """The pause in force, by whoever took it."""
+
+    request_id: str
+    expires_ns: int
+    resume_when_abandoned: bool
+    weights_complete: bool = False
+
+
+@dataclass(slots=True)
+class Memory:
+    """What outlives one operation on one engine."""
+
+    lease: Lease | None = None
+    abandoned: str = ""
+    """Request id of the pause whose weight update was abandoned; the engine is still paused for it."""
+    ended_by_lease: str = ""
+    """Request id of the last pause that the engine ended by itself."""
+    relief_attempts: int = 0
+    """Reliefs spent on the present stall."""
+    relief_steps: int = 0
+    """Engine steps at the last relief, to tell one stall from the next."""
+
+
+@dataclass(slots=True)
+class Context:
+    """What an operation gets beside the port and its request."""
+
+    clock: Callable[[], int]
+    """CLOCK_MONOTONIC nanoseconds; a fake in tests."""
+    deadline_ns: int
+    memory: Memory = field(default_factory=Memory)
+    note_reset: Callable[[protocol.RunningMode], None] = lambda mode: None
+    """Called at the instant the prefix cache was dropped."""
+    meter: Meter | None = None
+
+
+RequestT = TypeVar("RequestT", bound=protocol.Mutation, contravariant=True)
+Operation = Callable[[EnginePort, RequestT, Context], Work[Verdict]]
+
+NO_COST = protocol.PauseCost()
+"""What an operation puts where the dispatcher fills in the cost."""
