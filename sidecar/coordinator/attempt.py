@@ -1,0 +1,170 @@
+"""One target from its intent to its result: call, ask, wait, call again, within one allowance of time.
+
+A part of the time is kept back for the question that turns a lost answer into a known one, so that a replica that is a
+black hole costs its timeout and no more.
+
+A fresh request id is used only after FAILED_PRECONDITION, which says for certain what the last one did: engines answer
+a repeated id with the recorded result, so the refusal would come back for ever. After anything else the same id is
+kept: engines that have done their part replay it instead of doing it again. After anything uncertain the replica is
+asked before it is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from kvctl.v1 import fleet_pb2, types_pb2
+
+from sidecar.coordinator.port import Aim, Answer, Journal, JournalError, Replicas
+from sidecar.coordinator.retry import Next, Retries, outcome_unknown
+from sidecar.coordinator.targets import derive_request_id
+
+_POLL_S: Final = 0.25
+"""Between two questions about an operation that is still under way at its replica."""
+_RESERVE_SHARE: Final = 0.1
+_RESERVE_MOST_S: Final = 1.0
+_SHORTEST_S: Final = 0.05
+
+
+class Attempt:
+    """The tries of one target. `run` gives the final result and does not raise for what a replica does."""
+
+    def __init__(
+        self,
+        operation_id: str,
+        spec: fleet_pb2.OperationSpec,
+        aim: Aim,
+        wave: int,
+        replicas: Replicas,
+        journal: Journal,
+        retries: Retries,
+    ) -> None:
+        """`retries.deadline` is when the target must have its result, on the loop's clock."""
+        self._operation_id = operation_id
+        self._spec = spec
+        self._aim = aim
+        self._wave = wave
+        self._replicas = replicas
+        self._journal = journal
+        self._retries = retries
+        self._calls = 0
+        self._refusals = 0
+        span = retries.deadline - self._now()
+        self._call_deadline = retries.deadline - min(_RESERVE_MOST_S, span * _RESERVE_SHARE)
+
+    async def run(self, recorded_request_id: str = "") -> fleet_pb2.TargetResult:
+        """Take the target to its result. With `recorded_request_id` an intent is on record and its fate is unknown.
+
+        Raises JournalError when an intent cannot be put on record; nothing was called with that id then.
+        """
+        request_id = recorded_request_id or derive_request_id(self._operation_id, self._aim.name)
+        if not recorded_request_id:
+            await self._journal.intent(self._aim.name, request_id, self._wave)
+        ask = bool(recorded_request_id)
+        last: Answer | None = None
+        while True:
+            answer = await self._ask(request_id) if ask else await self._call(request_id)
+            if answer is None:
+                ask = False
+                if self._now() + _SHORTEST_S < self._call_deadline:
+                    continue
+                answer = _never_executed(last)
+            last = answer
+            advice = self._retries.after(answer.result, self._now(), answer.retry_after_s)
+            if advice.next is Next.DONE:
+                answer = await self._last_question(answer, request_id)
+                return self._complete(answer.result, request_id, advice.why)
+            await asyncio.sleep(advice.after_s)
+            ask = advice.next is Next.ASK
+            if advice.next is Next.REPEAT and answer.result.code == "FAILED_PRECONDITION":
+                self._refusals += 1
+                fresh_id = derive_request_id(self._operation_id, f"{self._aim.name}#{self._refusals}")
+                try:
+                    await self._journal.intent(self._aim.name, fresh_id, self._wave)
+                except JournalError as error:
+                    return self._complete(answer.result, request_id, f"not tried again: the store failed: {error}")
+                request_id = fresh_id
+
+    async def _call(self, request_id: str) -> Answer:
+        self._calls += 1
+        timeout_s = max(_SHORTEST_S, self._call_deadline - self._now())
+        return await self._replicas.call(self._aim, self._spec, request_id, timeout_s)
+
+    async def _ask(self, request_id: str) -> Answer | None:
+        """The replica's last word on this id; None when it does not know it."""
+        while True:
+            left = self._call_deadline - self._now()
+            asked = await self._replicas.ask(self._aim, request_id, max(_SHORTEST_S, left))
+            if asked.known is False:
+                return None
+            if asked.answer is not None:
+                return asked.answer if asked.known else _still_unknown(asked.answer)
+            if self._now() + _POLL_S >= self._call_deadline:
+                return Answer(_under_way())
+            await asyncio.sleep(_POLL_S)
+
+    async def _last_question(self, answer: Answer, request_id: str) -> Answer:
+        """Ask once more with the time kept back when the outcome is unknown and the replica may know it by now."""
+        left = self._retries.deadline - self._now()
+        if self._calls == 0 or not outcome_unknown(answer.result) or left < _SHORTEST_S:
+            return answer
+        asked = await self._replicas.ask(self._aim, request_id, left)
+        if asked.known is None:
+            return answer
+        if asked.known is False:
+            return _never_executed(answer)
+        return asked.answer or Answer(_under_way())
+
+    def _complete(self, result: fleet_pb2.TargetResult, request_id: str, why: str) -> fleet_pb2.TargetResult:
+        final = fleet_pb2.TargetResult()
+        final.CopyFrom(result)
+        final.replica = self._aim.name
+        final.address = self._aim.address
+        final.request_id = request_id
+        final.attempts = self._calls
+        final.wave = self._wave
+        for key, value in self._aim.labels.items():
+            final.labels[key] = value
+        if why and (self._calls > 1 or not final.message):
+            final.message = f"{final.message} ({why})" if final.message else why
+        return final
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _still_unknown(answer: Answer) -> Answer:
+    """A question that got no answer leaves the operation as unknown as it was."""
+    result = fleet_pb2.TargetResult()
+    result.CopyFrom(answer.result)
+    result.outcome = fleet_pb2.TARGET_OUTCOME_UNKNOWN
+    result.execution = types_pb2.EXECUTION_UNKNOWN
+    return Answer(result, answer.retry_after_s)
+
+
+def _under_way() -> fleet_pb2.TargetResult:
+    return fleet_pb2.TargetResult(
+        outcome=fleet_pb2.TARGET_OUTCOME_UNKNOWN,
+        code="DEADLINE_EXCEEDED",
+        reason="OUTCOME_UNKNOWN",
+        message="the replica has started it and had no final result in time; ask it again by request id",
+        execution=types_pb2.EXECUTION_UNKNOWN,
+    )
+
+
+def _never_executed(last: Answer | None) -> Answer:
+    """The replica was asked and does not know the request id: the call that was lost never reached an engine."""
+    result = fleet_pb2.TargetResult(
+        outcome=fleet_pb2.TARGET_OUTCOME_UNREACHABLE,
+        code="DEADLINE_EXCEEDED",
+        reason="NOT_EXECUTED",
+        message="the replica does not know the request id: nothing was executed, and no time is left to call again",
+    )
+    if last is not None:
+        result.code = last.result.code
+        result.message = f"nothing was executed: the replica does not know the request id; {last.result.message}"
+        result.took.CopyFrom(last.result.took)
+    result.execution = types_pb2.EXECUTION_NOT_EXECUTED
+    return Answer(result)
