@@ -1,0 +1,324 @@
+"""Every alert, once.
+
+An alert is worth a page only when someone can act on it, so each names the replica, the engine, the verdict and the
+remedy. A verdict gets an alert of its own because the remedies differ: relief mends a deadlock of held blocks, does
+nothing for a hung engine, and would hide a leak. `for` is how long the state is normal: a queue waits a moment for
+remote KV on every busy replica, and no engine is dead for half a minute.
+
+Thresholds are starting points: they are constants here and end up in plain rule files that can be patched.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from deploy.observability.model import REPLICA, Alert, Group, Severity
+
+BY: Final = "namespace, pod, instance, engine"
+"""What names one engine."""
+
+_WHERE: Final = "replica " + REPLICA + ", engine {{ $labels.engine }}"
+
+
+def verdict_series(verdict: str) -> str:
+    """The 0/1 series of one verdict, e.g. "HELD_BLOCKS_DEADLOCK"."""
+    return f'kvctl_admission_verdict{{verdict="{verdict}"}}'
+
+
+def grown(series: str, window: str, by: str) -> str:
+    """How much a counter grew in the window, counting the increment that created its series.
+
+    increase() needs two samples, so the first failure of a kind is invisible to it: the series is born at 1. Such a
+    series has fewer samples in the window than its target's kvctl_build_info, and then its value is the growth.
+    """
+    born = (
+        f"{series} and count_over_time({series}[{window}])"
+        " < on (namespace, pod, instance) group_left ()"
+        f" max by (namespace, pod, instance) (count_over_time(kvctl_build_info[{window}]))"
+    )
+    return f"sum by ({by}) (\n  ({born})\n  or increase({series}[{window}])\n)"
+
+
+def _verdict(name: str, verdict: str, hold: str, severity: Severity, what: str, remedy: str, also: str = "") -> Alert:
+    return Alert(
+        name=name,
+        expr=f"{verdict_series(verdict)} == 1{also}",
+        hold=hold,
+        severity=severity,
+        summary=f"{verdict}: {_WHERE}: {what}",
+        remedy=remedy,
+        verdict=verdict,
+    )
+
+
+_CLI: Final = "kvctl admission --replicas " + REPLICA
+
+ADMISSION: Final = (
+    _verdict(
+        "KvctlAdmissionHeldBlocksDeadlock",
+        "HELD_BLOCKS_DEADLOCK",
+        "1m",
+        "critical",
+        "nothing runs, and waiting requests hold the blocks that the head of the queue needs.",
+        f"Run `kvctl relieve --replicas {REPLICA}`: it gives back the blocks of one waiting request, which is "
+        "recomputed. Nothing else ends this state: it does not pass by itself.",
+    ),
+    _verdict(
+        "KvctlAdmissionHeadCannotFit",
+        "HEAD_CANNOT_FIT",
+        "1m",
+        "critical",
+        "the head of the queue needs more blocks than the whole pool has.",
+        f"Run `{_CLI}` for the request's id and abort it at the client, or give the engine a larger KV cache.",
+    ),
+    _verdict(
+        "KvctlAdmissionWaitingRemoteKV",
+        "WAITING_REMOTE_KV",
+        "5m",
+        "warning",
+        "nothing runs; the queue waits for KV that is still being loaded.",
+        "Look at the remote KV store and the network to it. Relief does not help: the blocks are being written into.",
+    ),
+    _verdict(
+        "KvctlAdmissionThrashing",
+        "THRASHING",
+        "5m",
+        "warning",
+        "requests are preempted and re-admitted over and over and hardly any token comes out.",
+        "Send this replica less (lower --max-num-seqs, fewer long requests) or give it a larger KV cache.",
+    ),
+    _verdict(
+        "KvctlAdmissionDegraded",
+        "DEGRADED",
+        "10m",
+        "warning",
+        "tokens move at a small fraction of what this engine did before with the same queue.",
+        "Compare the free queue's contiguity and the engine's pauses on the replica dashboard; a reorder of the free "
+        "queue mends the former, the runbook tells the other causes apart.",
+    ),
+    _verdict(
+        "KvctlAdmissionBlocksLeaked",
+        "BLOCKS_LEAKED",
+        "10m",
+        "warning",
+        "blocks are held by no request, and their number grows.",
+        "Plan a restart of the engine before the pool is full; report it to vLLM with `kvctl admission -o json`.",
+    ),
+    _verdict(
+        "KvctlAdmissionPaused",
+        "PAUSED",
+        "10m",
+        "warning",
+        "the scheduler has been paused for ten minutes.",
+        f"If no weight update runs, run `kvctl resume --replicas {REPLICA}`; else look at the trainer.",
+    ),
+    _verdict(
+        "KvctlAdmissionSleeping",
+        "SLEEPING",
+        "10m",
+        "warning",
+        "the executor sleeps while requests wait.",
+        "Wake the engine (POST /wake_up at vLLM) and reset its prefix cache: the KV behind its hashes is gone.",
+        also=f' and on ({BY}) kvctl_requests{{state="waiting"}} > 0',
+    ),
+    _verdict(
+        "KvctlEngineHung",
+        "ENGINE_HUNG",
+        "1m",
+        "critical",
+        "the process lives and its engine thread has not moved.",
+        "Take a stack dump (py-spy dump --pid) and restart the pod. No operation can reach a hung engine.",
+    ),
+    _verdict(
+        "KvctlEngineStopped",
+        "ENGINE_STOPPED",
+        "1m",
+        "critical",
+        "the process is stopped (SIGSTOP, a debugger).",
+        "Send it SIGCONT, or end the debugger that holds it.",
+    ),
+    _verdict(
+        "KvctlEngineDead",
+        "ENGINE_DEAD",
+        "30s",
+        "critical",
+        "the engine's process is gone.",
+        "The API server may still answer 200: take the pod out of the load balancer and restart it.",
+    ),
+    _verdict(
+        "KvctlEngineStartingTooLong",
+        "STARTING",
+        "20m",
+        "warning",
+        "the engine has been starting for twenty minutes.",
+        "Read the engine's log: weights that cannot be loaded or a compilation that never ends.",
+    ),
+    _verdict(
+        "KvctlAdmissionUnknown",
+        "UNKNOWN",
+        "10m",
+        "warning",
+        "there is not enough evidence for a verdict.",
+        f"The bridge is not attached or its evidence is not whole: read the note in the engine directory and `{_CLI}`.",
+    ),
+)
+
+_KNOWN: Final = "|".join(alert.verdict for alert in ADMISSION)
+
+CATCH_ALL: Final = (
+    Alert(
+        name="KvctlAdmissionStalled",
+        expr=f'kvctl_admission_stalled == 1 unless on ({BY}) (kvctl_admission_verdict{{verdict=~"{_KNOWN}"}} == 1)',
+        hold="2m",
+        severity="critical",
+        summary=f"STALLED: {_WHERE}: no waiting request can start, and no alert of its own fits the verdict.",
+        remedy=f"Run `{_CLI}`: it gives the verdict, its evidence and what to do.",
+    ),
+    Alert(
+        name="KvctlRequestStarving",
+        expr=f"kvctl_oldest_waiting_seconds > 600 unless on ({BY}) kvctl_admission_stalled == 1",
+        hold="5m",
+        severity="warning",
+        summary=f"STARVING: {_WHERE}: others flow, and one request has waited {{{{ $value | humanizeDuration }}}}.",
+        remedy=f"Run `{_CLI}` for its id and state; it is parked in the engine and its client still waits.",
+    ),
+)
+
+_TARGET: Final = "namespace, pod, instance"
+_TARGET_OPERATION: Final = "namespace, pod, instance, operation"
+_TIMES: Final = "{{ $value | humanize }}"
+_OPERATION: Final = "{{ $labels.operation }}"
+
+
+_RESETS_REFUSED: Final = 'kvctl_operations_total{operation="reset",code="FAILED_PRECONDITION"}'
+_RESETS_DONE: Final = 'kvctl_operations_total{operation="reset",code="OK"}'
+_TIMED_OUT: Final = 'kvctl_operations_total{code="DEADLINE_EXCEEDED"}'
+_RAISED: Final = 'kvctl_operations_total{code="INTERNAL"}'
+
+
+OPERATIONS: Final = (
+    Alert(
+        name="KvctlResetsRefused",
+        expr=f"{grown(_RESETS_REFUSED, '15m', _TARGET)} > 2\n"
+        f"unless on ({_TARGET})\n{grown(_RESETS_DONE, '15m', _TARGET)} > 0",
+        hold="1m",
+        severity="warning",
+        summary=f"RESETS REFUSED: replica {REPLICA}: {_TIMES} resets were refused in 15 minutes and none succeeded.",
+        remedy="The cache is older than its caller believes. Use `--mode keep` (with `--quarantine` after a weight "
+        "update), `--wait`, or `--mode preempt`.",
+    ),
+    Alert(
+        name="KvctlOperationsTimedOut",
+        expr=f"{grown(_TIMED_OUT, '15m', _TARGET_OPERATION)} > 0",
+        hold="1m",
+        severity="warning",
+        summary=f"TIMED OUT: replica {REPLICA}: {_OPERATION} passed its deadline {_TIMES} times in 15 minutes.",
+        remedy="The answer says which: NOT_EXECUTED never ran and never will; UNKNOWN had started and must be asked "
+        "for again by its request id.",
+    ),
+    Alert(
+        name="KvctlOperationOutcomeUnknown",
+        expr="kvctl_coordinator_operations_unknown > 0",
+        hold="5m",
+        severity="warning",
+        summary=f"UNKNOWN OUTCOMES: coordinator {REPLICA}: {_TIMES} operations have targets whose answer was lost.",
+        remedy="Run the same operation again with the same id: a replica that has done it answers from its record, "
+        "one that has not does it now.",
+    ),
+    Alert(
+        name="KvctlOperationRaised",
+        expr=f"{grown(_RAISED, '15m', _TARGET_OPERATION)} > 0",
+        hold="0m",
+        severity="warning",
+        summary=f"RAISED: replica {REPLICA}: {_OPERATION} raised inside the engine, which goes on serving.",
+        remedy="Report it with the sidecar's log; do not repeat the operation on the rest of the fleet.",
+    ),
+    Alert(
+        name="KvctlResetStorm",
+        expr=f"{grown(_RESETS_DONE, '10m', _TARGET)} > 20",
+        hold="0m",
+        severity="warning",
+        summary=f"RESET STORM: replica {REPLICA}: {_TIMES} resets in 10 minutes; its cache never warms up.",
+        remedy="The audit log names the caller: it retries what has already succeeded, or resets once a request.",
+    ),
+    Alert(
+        name="KvctlEnginePauseLong",
+        expr=f"histogram_quantile(0.99, sum by ({_TARGET}, le) (rate(kvctl_engine_pause_seconds_bucket[15m]))) > 0.25",
+        hold="0m",
+        severity="info",
+        summary=f"LONG PAUSE: replica {REPLICA}: operations held the engine thread for "
+        "{{ $value | humanizeDuration }} (p99).",
+        remedy="Use the sliced scopes while serving (`kvctl reorder --scope uncached`) or a quieter time.",
+    ),
+)
+
+QUEUE: Final = (
+    Alert(
+        name="KvctlFreeQueueFragmented",
+        expr="kvctl_free_queue_contiguity_ratio < 0.3",
+        hold="30m",
+        severity="info",
+        summary=f"FRAGMENTED: {_WHERE}: only {{{{ $value | humanizePercentage }}}} of neighbours in the free queue are "
+        "adjacent blocks.",
+        remedy=f"If transfers are slow, run `kvctl reorder --replicas {REPLICA}` while idle, or a keep reset with "
+        "`--reorder`; without a KV connector it matters little.",
+    ),
+    Alert(
+        name="KvctlWeightUpdateAbandoned",
+        expr='kvctl_scheduling_state{state="abandoned_update"} == 1',
+        hold="0m",
+        severity="critical",
+        summary=f"ABANDONED UPDATE: {_WHERE}: the client that wrote the weights went away; they may be half written.",
+        remedy=f"Write the weights again, then `kvctl resume --replicas {REPLICA}`. The engine stays paused till then.",
+    ),
+)
+
+PRESENCE: Final = (
+    Alert(
+        name="KvctlSidecarAbsent",
+        expr="group by (namespace, pod) (vllm:num_requests_running)\n"
+        "unless on (namespace, pod) group by (namespace, pod) (kvctl_build_info)",
+        hold="5m",
+        severity="warning",
+        summary="SIDECAR ABSENT: vLLM in pod {{ $labels.namespace }}/{{ $labels.pod }} has no kvctl sidecar that "
+        "answers.",
+        remedy="Look at the sidecar container (`kubectl describe pod`, its log) and at the PodMonitor. No stall of "
+        "this replica can be seen until it is back.",
+    ),
+    Alert(
+        name="KvctlAbsent",
+        expr="absent(kvctl_build_info)",
+        hold="10m",
+        severity="critical",
+        summary="ABSENT: no kvctl sidecar is scraped at all; no alert about admissions can fire.",
+        remedy="Look at the scrape configuration: the PodMonitor's selector, the NetworkPolicy, the metrics port.",
+    ),
+    Alert(
+        name="KvctlReplicasUnreachable",
+        expr=f'sum by ({_TARGET}) (kvctl_coordinator_replicas{{state="unreachable"}}) > 0',
+        hold="10m",
+        severity="warning",
+        summary=f"UNREACHABLE: coordinator {REPLICA} cannot reach {_TIMES} replicas.",
+        remedy="Run `kvctl replicas`: it gives each one's reason. No fleet operation is complete until then.",
+    ),
+    Alert(
+        name="KvctlFleetOperationFailures",
+        expr=grown(
+            'kvctl_coordinator_replica_results_total{result=~"failed|unreachable|unknown"}', "15m", _TARGET_OPERATION
+        )
+        + " > 0",
+        hold="0m",
+        severity="warning",
+        summary=f"NOT ALL SUCCEEDED: coordinator {REPLICA}: {_TIMES} targets of {_OPERATION} failed in 15 minutes.",
+        remedy="Run `kvctl ops list`, then `kvctl ops get ID`: every target is there with its reason.",
+    ),
+)
+
+GROUPS: Final = (
+    Group("kvctl.admission", "15s", alerts=ADMISSION + CATCH_ALL),
+    Group("kvctl.operations", "30s", alerts=OPERATIONS),
+    Group("kvctl.engine", "30s", alerts=QUEUE),
+    Group("kvctl.presence", "30s", alerts=PRESENCE),
+)
+
+ALERTS: Final = tuple(alert for group in GROUPS for alert in group.alerts)
