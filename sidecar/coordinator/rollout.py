@@ -317,8 +317,8 @@ class Rollout:
             return
         room = self.policy.max_unavailable - len(self.unhealthy)
         if room < 1:
-            names = ", ".join(sorted(self.unhealthy))
-            self.stop(f"the rollout stopped: max_unavailable is {self.policy.max_unavailable}, not healthy: {names}")
+            found = "; ".join(f"{name} {why}" for name, why in sorted(self.unhealthy.items())[:3])
+            self.stop(f"the rollout stopped: max_unavailable is {self.policy.max_unavailable}, and {found}")
             return
         size = min(room, self._canary_left) if self._canary_left else room
         self._canary_left = max(0, self._canary_left - size)
