@@ -120,7 +120,7 @@ class ServerTls:
         reloader = _Reloader(self)
         return grpc.dynamic_ssl_server_credentials(
             reloader.configuration,
-            reloader.fetch,  # type: ignore[arg-type] - None is documented as "no change"
+            reloader.fetch,  # type: ignore[arg-type]  # None is documented as "no change"
             require_client_authentication=self.client_ca_file is not None,
         )
 
