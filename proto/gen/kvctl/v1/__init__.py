@@ -1,1 +1,0 @@
-"""Generated from proto/kvctl/v1 by proto/generate.sh."""
