@@ -19,10 +19,10 @@ from typing import Final
 import yaml
 
 from sidecar.coordinator.targets import Target
+from sidecar.rpc import addresses
 
 _KEYS: Final = ("name", "address", "labels")
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
-_ADDRESS: Final = re.compile(r"unix:/.+|\[[0-9A-Fa-f:.%]+\]:(?P<v6port>[0-9]+)|[A-Za-z0-9._-]+:(?P<port>[0-9]+)")
 _LABEL_KEY: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?")
 _LABEL_VALUE: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?")
 
@@ -72,11 +72,12 @@ class _Reader:
         if "address" not in values:
             raise self._error(node, "a replica has no 'address'", 'e.g. address: "127.0.0.1:7700"')
         address = self._text(values["address"], "address")
-        found = _ADDRESS.fullmatch(address)
-        if found is None or ((port := found["port"] or found["v6port"]) and not 0 < int(port) < 65536):
-            raise self._error(
-                values["address"], f"address {address!r} is not one", "host:port, [v6]:port or unix:/path"
-            )
+        try:
+            kind = addresses.parse(address).kind
+        except ValueError as error:
+            raise InventoryError(f"{self._at(values['address'])}: {error}") from error
+        if kind == "dns":
+            raise self._error(values["address"], f"address {address!r} is a DNS target", "one replica's host:port")
         name = self._text(values["name"], "name") if "name" in values else ""
         if name and not _NAME.fullmatch(name):
             raise self._error(values["name"], f"name {name!r} is not one", "letters, digits, '.', '_' and '-'")
@@ -124,6 +125,7 @@ class _Reader:
             addresses.add(target.address)
 
     def _error(self, node: yaml.Node, found: str, expected: str) -> InventoryError:
-        return InventoryError(
-            f"inventory {self._source}, line {node.start_mark.line + 1}: {found}; expected {expected}"
-        )
+        return InventoryError(f"{self._at(node)}: {found}; expected {expected}")
+
+    def _at(self, node: yaml.Node) -> str:
+        return f"inventory {self._source}, line {node.start_mark.line + 1}"

@@ -1,0 +1,225 @@
+"""One operation on many replicas: what kvctl, the coordinator and the operator call a fleet through.
+
+`GrpcReplicas` is the `port.Replicas` of `execution`, over the pool of channels. `Run` is a whole operation in this
+process: resolve the targets, execute, and give one FleetOperation in which every target has exactly one result.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Final
+
+from kvctl.v1 import fleet_pb2, types_pb2
+
+from sidecar.coordinator import calls, outcomes, resolution
+from sidecar.coordinator.channels import Channels
+from sidecar.coordinator.discovery import Discovery
+from sidecar.coordinator.execution import Execution
+from sidecar.coordinator.outcomes import Failure
+from sidecar.coordinator.port import Aim, Answer, Asked, Health
+from sidecar.coordinator.resolution import CONNECT_TIMEOUT_S
+from sidecar.coordinator.selectors import read_targets
+from sidecar.coordinator.targets import Target, derive_request_id
+
+WITHDRAW_TIMEOUT_S: Final = 2.0
+
+OnChange = Callable[[fleet_pb2.TargetResult], None]
+"""Told a row whenever one changes."""
+
+
+class GrpcReplicas:
+    """Replicas reached through channels, for one operation.
+
+    A target that was not asked who it is gets asked before its first call: another address of a replica that is
+    called already must not be called, and what is no sidecar must be told apart from a sidecar that failed.
+    """
+
+    def __init__(self, channels: Channels, identities: Mapping[str, types_pb2.ReplicaInfo] | None = None) -> None:
+        """`identities`: address -> who answered there, from `resolution.resolve`."""
+        self._channels = channels
+        self._identities = dict(identities or {})
+        self._owners = {info.instance_id: address for address, info in self._identities.items() if info.instance_id}
+        self._under_way: dict[str, tuple[Aim, str]] = {}
+
+    async def call(self, aim: Aim, spec: fleet_pb2.OperationSpec, request_id: str, timeout_s: float) -> Answer:
+        """Run the operation on one replica, once."""
+        started = time.monotonic()
+        async with self._channels.lease(_target(aim)) as channel:
+            metadata = self._channels.metadata()
+            if aim.address not in self._identities:
+                limit = min(CONNECT_TIMEOUT_S, timeout_s)
+                found = await calls.get_replica(channel, aim.address, limit, metadata)
+                if isinstance(found, Failure):
+                    row = outcomes.of_failure(found, sent=False)
+                    row.took.FromTimedelta(timedelta(seconds=time.monotonic() - started))
+                    return Answer(row, found.retry_after_s)
+                self._identities[aim.address] = found
+                if found.instance_id:
+                    self._owners.setdefault(found.instance_id, aim.address)
+            owner = self._owners.get(self._identities[aim.address].instance_id, aim.address)
+            if owner != aim.address:
+                return Answer(resolution.duplicate(aim.name, aim.address, owner))
+            left_s = max(timeout_s - (time.monotonic() - started), 0.001)
+            self._under_way[aim.name] = (aim, request_id)
+            try:
+                return await calls.call_target(channel, spec, request_id, aim.name, left_s, metadata)
+            finally:
+                del self._under_way[aim.name]
+
+    async def ask(self, aim: Aim, request_id: str, timeout_s: float) -> Asked:
+        """What became of a request id."""
+        async with self._channels.lease(_target(aim)) as channel:
+            return await calls.ask_operation(channel, request_id, timeout_s, self._channels.metadata())
+
+    async def health(self, aim: Aim, spec: fleet_pb2.OperationSpec, timeout_s: float) -> Health:
+        """Whether admissions flow. A replica that this operation paused is healthy when it is paused."""
+        async with self._channels.lease(_target(aim)) as channel:
+            found = await calls.get_admission(channel, timeout_s, self._channels.metadata())
+        if isinstance(found, Failure):
+            return Health(False, outcomes.unreachable(found, aim.address, timeout_s).message)
+        wanted = types_pb2.VERDICT_PAUSED if spec.WhichOneof("operation") == "pause" else None
+        stalled = [engine for engine in found.engines if engine.stalled and engine.verdict != wanted]
+        return Health(not stalled, "; ".join(engine.explanation or "admissions stall" for engine in stalled))
+
+    async def withdraw(self) -> int:
+        """Take back every operation that is under way and has had no effect yet; how many were."""
+        withdrawn = 0
+        for aim, request_id in list(self._under_way.values()):
+            async with self._channels.lease(_target(aim)) as channel:
+                metadata = self._channels.metadata()
+                withdrawn += await calls.cancel_operation(channel, request_id, WITHDRAW_TIMEOUT_S, metadata)
+        return withdrawn
+
+    @property
+    def identities(self) -> Mapping[str, types_pb2.ReplicaInfo]:
+        """Address -> who answered there, so far."""
+        return self._identities
+
+
+def _target(aim: Aim) -> Target:
+    return Target(aim.address, aim.name, aim.labels, server_name=aim.server_name)
+
+
+class Run:
+    """One operation on the replicas a discovery knows, in this process and without a record on disk."""
+
+    def __init__(
+        self,
+        spec: fleet_pb2.OperationSpec,
+        discovery: Discovery,
+        channels: Channels,
+        *,
+        operation_id: str = "",
+        on_change: OnChange | None = None,
+    ) -> None:
+        """ValueError when the id is no UUID or the spec names no operation."""
+        kind = spec.WhichOneof("operation")
+        if kind is None:
+            raise ValueError("the operation spec names no operation; set one of " + ", ".join(calls.KINDS))
+        self._discovery = discovery
+        self._channels = channels
+        self._on_change = on_change or (lambda _: None)
+        self._execution: Execution | None = None
+        self._replicas: GrpcReplicas | None = None
+        self._rows: dict[str, fleet_pb2.TargetResult] = {}
+        self._cancelled = False
+        self._operation = fleet_pb2.FleetOperation(
+            operation_id=_checked_id(operation_id),
+            kind=calls.KINDS[kind],
+            spec=spec,
+            state=fleet_pb2.OPERATION_STATE_PENDING,
+        )
+
+    @property
+    def operation_id(self) -> str:
+        """The id, from which every target's request id is derived."""
+        return self._operation.operation_id
+
+    @property
+    def targets(self) -> int:
+        """Targets resolved so far, 0 before."""
+        return len(self._rows)
+
+    def snapshot(self) -> fleet_pb2.FleetOperation:
+        """The operation as it stands, with a row for every target from the moment it is resolved."""
+        rows = sorted(self._rows.values(), key=lambda row: (row.replica, row.address))
+        del self._operation.results[:]
+        self._operation.results.extend(rows)
+        self._operation.counts.CopyFrom(outcomes.count(rows))
+        return self._operation
+
+    async def run(self) -> fleet_pb2.FleetOperation:
+        """Run to the end. DiscoveryError, SelectorError or PolicyError when nothing could be started."""
+        began = time.monotonic()
+        operation, spec = self._operation, self._operation.spec
+        operation.started_at.GetCurrentTime()
+        selection = read_targets(spec.targets)
+        discovered = await self._discovery.targets()
+        counted = spec.rollout.strategy == fleet_pb2.ROLLOUT_STRATEGY_ROLLING or spec.rollout.max_failures > 0
+        resolved = await resolution.resolve(selection, discovered, self._channels, ask_all=counted)
+        operation.targets_incomplete = resolved.incomplete
+        operation.warnings.extend(resolved.warnings)
+        self._replicas = GrpcReplicas(self._channels, resolved.identities)
+        self._execution = Execution(
+            operation.operation_id, spec, resolved.aims, self._replicas, on_change=self._row_changed
+        )
+        for row in resolved.apart:
+            self._rows[row.replica + row.address] = row
+        for aim in resolved.aims:
+            row = fleet_pb2.TargetResult(replica=aim.name, address=aim.address, labels=dict(aim.labels))
+            self._rows[aim.name + aim.address] = row
+        operation.state = fleet_pb2.OPERATION_STATE_RUNNING
+        if self._cancelled:
+            self._execution.cancel()
+        try:
+            await self._execution.run()
+        finally:
+            operation.warnings.extend(self._execution.warnings)
+            operation.took.FromTimedelta(timedelta(seconds=time.monotonic() - began))
+        self.snapshot()
+        operation.state = outcomes.final_state(operation)
+        return operation
+
+    async def cancel(self) -> None:
+        """Start nothing more, and take back what has had no effect yet. `run` then ends by itself."""
+        self._cancelled = True
+        if self._execution is not None:
+            self._execution.cancel()
+        if self._replicas is not None:
+            await self._replicas.withdraw()
+
+    def leave(self) -> fleet_pb2.FleetOperation:
+        """The operation as far as it is known, for a caller that stops waiting: what was under way is UNKNOWN."""
+        for row in self._rows.values():
+            if row.outcome == fleet_pb2.TARGET_OUTCOME_RUNNING:
+                row.outcome = fleet_pb2.TARGET_OUTCOME_UNKNOWN
+                row.execution = types_pb2.EXECUTION_UNKNOWN
+                row.code, row.reason = "CANCELLED", outcomes.OUTCOME_UNKNOWN
+                row.request_id = row.request_id or derive_request_id(self._operation.operation_id, row.replica)
+                row.message = "left before its answer came; ask again with the same request id"
+            elif row.outcome == fleet_pb2.TARGET_OUTCOME_UNSPECIFIED:
+                row.outcome = fleet_pb2.TARGET_OUTCOME_CANCELLED
+                row.execution = types_pb2.EXECUTION_NOT_EXECUTED
+                row.code = row.reason = "CANCELLED"
+                row.message = "the operation was cancelled before this target's turn"
+        operation = self.snapshot()
+        operation.state = outcomes.final_state(operation)
+        return operation
+
+    def _row_changed(self, row: fleet_pb2.TargetResult) -> None:
+        self._rows[row.replica + row.address] = row
+        if row.reason == outcomes.DUPLICATE_TARGET:
+            self._operation.warnings.append(row.message)
+        self._on_change(row)
+
+
+def _checked_id(operation_id: str) -> str:
+    if not operation_id:
+        return str(uuid.uuid4())
+    try:
+        return str(uuid.UUID(operation_id))
+    except ValueError:
+        raise ValueError(f"request id {operation_id!r} is not a UUID; make one with `uuidgen`") from None
