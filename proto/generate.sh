@@ -2,7 +2,7 @@
 # Generates proto/gen/kvctl/v1 from proto/kvctl/v1. Usage: proto/generate.sh [PYTHON]
 set -eu
 cd "$(dirname "$0")"
-python=${1:-../.venv/bin/python}
+python=$(realpath -s "${1:-.venv/bin/python}" 2>/dev/null || echo "${1:-}")
 bin=$(dirname "$python")
 rm -rf gen/kvctl
 mkdir -p gen

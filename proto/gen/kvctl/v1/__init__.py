@@ -1,0 +1,1 @@
+"""Generated from proto/kvctl/v1 by proto/generate.sh."""
