@@ -1,8 +1,8 @@
 #!/bin/sh
 # Generates proto/gen/kvctl/v1 from proto/kvctl/v1. Usage: proto/generate.sh [PYTHON]
 set -eu
+python=$(realpath -s "${1:-$(dirname "$0")/../.venv/bin/python}")
 cd "$(dirname "$0")"
-python=$(realpath -s "${1:-.venv/bin/python}" 2>/dev/null || echo "${1:-}")
 bin=$(dirname "$python")
 rm -rf gen/kvctl
 mkdir -p gen

@@ -94,6 +94,12 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """DEADLINE_EXCEEDED: no idle moment came before the deadline; the armed operation was withdrawn."""
     REASON_CANCELLED: _Reason.ValueType  # 55
     """CANCELLED: withdrawn by its caller before it started."""
+    REASON_DUPLICATE_TARGET: _Reason.ValueType  # 56
+    """A target that is not called: another address of a replica that is."""
+    REASON_TARGET_NOT_READY: _Reason.ValueType  # 57
+    """A target that is not called: discovery says it is starting, terminating or otherwise not ready."""
+    REASON_ROLLOUT_STOPPED: _Reason.ValueType  # 58
+    """A target that is not called: the rollout stopped before its turn."""
     REASON_BAD_CREDENTIALS: _Reason.ValueType  # 60
     """UNAUTHENTICATED: no credential, or one that is not known."""
     REASON_ROLE_TOO_SMALL: _Reason.ValueType  # 61
@@ -192,6 +198,12 @@ REASON_NEVER_IDLE: Reason.ValueType  # 52
 """DEADLINE_EXCEEDED: no idle moment came before the deadline; the armed operation was withdrawn."""
 REASON_CANCELLED: Reason.ValueType  # 55
 """CANCELLED: withdrawn by its caller before it started."""
+REASON_DUPLICATE_TARGET: Reason.ValueType  # 56
+"""A target that is not called: another address of a replica that is."""
+REASON_TARGET_NOT_READY: Reason.ValueType  # 57
+"""A target that is not called: discovery says it is starting, terminating or otherwise not ready."""
+REASON_ROLLOUT_STOPPED: Reason.ValueType  # 58
+"""A target that is not called: the rollout stopped before its turn."""
 REASON_BAD_CREDENTIALS: Reason.ValueType  # 60
 """UNAUTHENTICATED: no credential, or one that is not known."""
 REASON_ROLE_TOO_SMALL: Reason.ValueType  # 61
