@@ -1,0 +1,75 @@
+# `make demo` and `make test` set everything up by themselves; `make help` lists the rest.
+
+# Interpreter for a new .venv, e.g. make PYTHON=/opt/python3.12/bin/python3. Unset: the first fit one on PATH.
+PYTHON ?=
+# Where the CPU build of torch is taken from when pip does not find it where it looks by itself. Empty: nowhere else.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# What `make breaking` compares the API with: the last release, else the main branch this clone came from.
+BASE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || git rev-parse --quiet --verify origin/main)
+# Further arguments for pytest, e.g. make unit ARGS='-k rollout -x'
+ARGS ?=
+
+export PYTHON TORCH_INDEX
+BIN := $(CURDIR)/.venv/bin
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check unit engine-tests lint format types imports api breaking generate generated run dev all clean
+
+help: ## Show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: run ## Two real vLLM replicas, load, and the three kinds of reset, measured
+	@$(BIN)/kvctl demo $(ARGS)
+
+test: all ## Every test: the fast suite, then real vLLM engines and the fleet end to end
+	$(PYTEST) -m "not engine and not slow" -n 2 -q $(ARGS)
+	$(PYTEST) -m "engine and not slow" -q $(ARGS)
+
+unit: dev ## The fast suite, no vLLM needed
+	$(PYTEST) -m "not engine and not slow" -n 2 -q $(ARGS)
+
+engine-tests: all ## Only the tests on real vLLM
+	$(PYTEST) -m "engine and not slow" -q $(ARGS)
+
+check: lint types imports api breaking generated ## Everything that is checked without running: style, types, imports, API
+
+lint: dev ## ruff, lint and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: dev ## Let ruff and buf put things into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	cd proto && $(BIN)/buf format --write
+
+types: dev ## mypy, strict
+	$(BIN)/mypy
+
+imports: dev ## The architecture, as import rules
+	$(BIN)/lint-imports
+
+api: dev ## buf, lint and format of the API
+	cd proto && $(BIN)/buf lint && $(BIN)/buf format --diff --exit-code
+
+breaking: dev ## No change that breaks clients of BASE
+	@if [ -n "$(BASE)" ] && git cat-file -e "$(BASE):proto/buf.yaml" 2>/dev/null; then \
+	  echo "buf breaking --against $(BASE)"; \
+	  cd proto && $(BIN)/buf breaking --against '../.git#ref=$(BASE),subdir=proto'; \
+	else \
+	  echo "breaking: nothing to compare the API with (no release, no origin/main)"; \
+	fi
+
+generate: dev ## Generate proto/gen from proto/kvctl
+	proto/generate.sh $(BIN)/python
+
+generated: generate ## proto/gen is what the API generates
+	@git diff --exit-code --stat -- proto/gen && test -z "$$(git status --porcelain -- proto/gen)" || \
+	  { echo "proto/gen is not what proto/kvctl generates: commit what 'make generate' made" >&2; exit 1; }
+
+run dev all: # what .venv must hold: to run kvctl and vLLM, to develop without vLLM, everything
+	@.ci/setup $@
+
+clean: ## Remove .venv and everything made here
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
