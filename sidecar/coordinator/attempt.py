@@ -12,16 +12,19 @@ asked before it is called.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from kvctl.v1 import fleet_pb2, types_pb2
 
 from sidecar.coordinator.port import Aim, Answer, Journal, JournalError, Replicas
-from sidecar.coordinator.retry import Next, Retries, outcome_unknown
+from sidecar.coordinator.retry import Advice, Next, Retries, outcome_unknown
 from sidecar.coordinator.targets import derive_request_id
 
 _POLL_S: Final = 0.25
 """Between two questions about an operation that is still under way at its replica."""
+_QUESTION_S: Final = 5.0
+"""Longest wait for one answer to a question; a sidecar answers it from its own record."""
 _RESERVE_SHARE: Final = 0.1
 _RESERVE_MOST_S: Final = 1.0
 _SHORTEST_S: Final = 0.05
@@ -39,8 +42,12 @@ class Attempt:
         replicas: Replicas,
         journal: Journal,
         retries: Retries,
+        *,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`retries.deadline` is when the target must have its result, on the loop's clock."""
+        """`retries.deadline` is when the target must have its result, on the loop's clock. Nothing is tried again once
+        `give_up` says so.
+        """
         self._operation_id = operation_id
         self._spec = spec
         self._aim = aim
@@ -48,6 +55,7 @@ class Attempt:
         self._replicas = replicas
         self._journal = journal
         self._retries = retries
+        self._give_up = give_up
         self._calls = 0
         self._refusals = 0
         span = retries.deadline - self._now()
@@ -72,6 +80,8 @@ class Attempt:
                 answer = _never_executed(last)
             last = answer
             advice = self._retries.after(answer.result, self._now(), answer.retry_after_s)
+            if advice.next is not Next.DONE and self._give_up():
+                advice = Advice(Next.DONE, why="not tried again: the operation was cancelled")
             if advice.next is Next.DONE:
                 answer = await self._last_question(answer, request_id)
                 return self._complete(answer.result, request_id, advice.why)
@@ -94,7 +104,7 @@ class Attempt:
     async def _ask(self, request_id: str) -> Answer | None:
         """The replica's last word on this id; None when it does not know it."""
         while True:
-            left = self._call_deadline - self._now()
+            left = min(_QUESTION_S, self._call_deadline - self._now())
             asked = await self._replicas.ask(self._aim, request_id, max(_SHORTEST_S, left))
             if asked.known is False:
                 return None
@@ -109,7 +119,7 @@ class Attempt:
         left = self._retries.deadline - self._now()
         if self._calls == 0 or not outcome_unknown(answer.result) or left < _SHORTEST_S:
             return answer
-        asked = await self._replicas.ask(self._aim, request_id, left)
+        asked = await self._replicas.ask(self._aim, request_id, min(_QUESTION_S, left))
         if asked.known is None:
             return answer
         if asked.known is False:

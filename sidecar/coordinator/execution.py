@@ -21,8 +21,9 @@ from typing import Final
 
 from kvctl.v1 import fleet_pb2
 
+from sidecar.coordinator import outcomes
 from sidecar.coordinator.attempt import Attempt
-from sidecar.coordinator.port import Aim, Journal, JournalError, NoJournal, Recorded, Replicas
+from sidecar.coordinator.port import Aim, Health, Journal, JournalError, NoJournal, Recorded, Replicas
 from sidecar.coordinator.retry import Retries, RetryBudget, RetryPolicy
 from sidecar.coordinator.rollout import Decision, Drop, Ending, Policy, Progress, Rollout
 
@@ -90,7 +91,7 @@ class Execution:
         self._apply()
 
     def cancel(self, why: str = "the operation was cancelled before this target's turn") -> None:
-        """Start no further target; those under way finish."""
+        """Start no further target; those under way finish, and are not tried again."""
         self._cancel_why = why
         self._apply()
 
@@ -105,7 +106,8 @@ class Execution:
         When this task is cancelled, calls under way are cancelled too; their intents stay without a result, and
         whoever resumes asks for them.
         """
-        rollout = Rollout(self._policy, list(self._aims), _now(), self._progress())
+        apart = self._apart()
+        rollout = Rollout(self._policy, [n for n in self._aims if n not in apart], _now(), self._progress())
         self._rollout = rollout
         self._apply()
         try:
@@ -172,8 +174,17 @@ class Execution:
     async def _one(self, aim: Aim, wave: int, recorded_request_id: str) -> None:
         deadline = _now() + self._timeout_s
         retries = Retries(self._retry_policy, self._budget, deadline, wait=self.spec.wait)
-        attempt = Attempt(self.operation_id, self.spec, aim, wave, self._replicas, self._journal, retries)
-        self._on_change(_row(aim, wave, fleet_pb2.TARGET_OUTCOME_RUNNING))
+        attempt = Attempt(
+            self.operation_id,
+            self.spec,
+            aim,
+            wave,
+            self._replicas,
+            self._journal,
+            retries,
+            give_up=lambda: bool(self._cancel_why),
+        )
+        self._notify(_row(aim, wave, fleet_pb2.TARGET_OUTCOME_RUNNING))
         try:
             result = await attempt.run(recorded_request_id)
         except JournalError as error:
@@ -185,7 +196,7 @@ class Execution:
             result.message = f"a defect here, the log has the trace: {type(error).__name__}: {error}"
         self.retries += retries.retries
         await self._end(result)
-        succeeded = result.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED
+        succeeded = result.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED or result.reason == outcomes.DUPLICATE_TARGET
         if self._rollout is not None:
             why = result.message or result.reason or result.code
             self._rollout.finish(aim.name, succeeded=succeeded, now=_now(), why=why)
@@ -212,7 +223,14 @@ class Execution:
         """Record first, then tell: nobody may have seen a result that a crash forgets."""
         await self._on_record(self._journal.result(result))
         self.results[result.replica] = result
-        self._on_change(result)
+        self._notify(result)
+
+    def _notify(self, result: fleet_pb2.TargetResult) -> None:
+        """Whoever listens cannot keep a target from its result."""
+        try:
+            self._on_change(result)
+        except Exception:
+            _log.exception("operation %s: a listener raised", self.operation_id)
 
     async def _on_record(self, write: Coroutine[None, None, None]) -> None:
         """A result that cannot be recorded is still a result; after a crash it is asked for again."""
@@ -224,7 +242,11 @@ class Execution:
                 self.warnings.append(warning)
 
     async def _look(self, aim: Aim) -> None:
-        health = await self._replicas.health(aim, self.spec, _LOOK_TIMEOUT_S)
+        try:
+            health = await self._replicas.health(aim, self.spec, _LOOK_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001 - a defect here must not leave the rollout waiting for this look
+            _log.exception("operation %s: the health of %s", self.operation_id, aim.name)
+            health = Health(False, f"a defect here, the log has the trace: {type(error).__name__}: {error}")
         if self._rollout is not None:
             self._rollout.observe(aim.name, healthy=health.healthy, now=_now(), why=health.why)
 
@@ -241,10 +263,15 @@ class Execution:
                 self._rollout.cancel(self._cancel_why)
         self._changed.set()
 
+    def _apart(self) -> set[str]:
+        """Targets that have a recorded end and were never started: they count neither way in the rollout."""
+        return {name for name, was in self._recorded.items() if was.result is not None and not was.request_id}
+
     def _progress(self) -> dict[str, Progress]:
         progress = {}
+        apart = self._apart()
         for name, was in self._recorded.items():
-            if name in self._aims:
+            if name in self._aims and name not in apart:
                 succeeded = was.result and was.result.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED
                 progress[name] = Progress(was.wave, None if was.result is None else bool(succeeded), was.unhealthy)
         return progress
