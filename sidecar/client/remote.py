@@ -1,0 +1,219 @@
+"""A fleet reached through a coordinator, which runs operations and remembers them.
+
+A watch that breaks is taken up again after the last version seen, and an operation is started under an id made here,
+so that a start whose answer was lost can be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Final
+
+import grpc
+import grpc.aio
+from kvctl.v1 import fleet_pb2, fleet_pb2_grpc
+
+from sidecar.client.reach import OnProgress, checked_id
+from sidecar.coordinator import outcomes
+from sidecar.coordinator.outcomes import Failure
+from sidecar.rpc import addresses, channels
+from sidecar.rpc.channels import NO_SECURITY, ClientSecurity
+
+CALL_TIMEOUT_S: Final = 15.0
+ENDED: Final = frozenset(
+    {
+        fleet_pb2.OPERATION_STATE_SUCCEEDED,
+        fleet_pb2.OPERATION_STATE_FAILED,
+        fleet_pb2.OPERATION_STATE_PARTIAL,
+        fleet_pb2.OPERATION_STATE_CANCELLED,
+    }
+)
+_RETRY_S: Final = 1.0
+_WATCH_TRIES: Final = 60
+
+
+class CoordinatorError(Exception):
+    """The coordinator refused a call or could not be reached. `failure` has code, reason and text."""
+
+    def __init__(self, failure: Failure, address: str) -> None:
+        super().__init__(f"coordinator {address}: {failure.message}")
+        self.failure = failure
+
+
+class Detached(Exception):  # noqa: N818 - nothing went wrong
+    """The watch ended because the caller asked; the operation goes on at the coordinator."""
+
+    def __init__(self, operation_id: str) -> None:
+        super().__init__(f"operation {operation_id} goes on at the coordinator")
+        self.operation_id = operation_id
+
+
+class CoordinatorReach:
+    """A coordinator's view of its fleet."""
+
+    def __init__(self, address: str, security: ClientSecurity = NO_SECURITY) -> None:
+        """ValueError when the address is none, or a token would travel in plain text."""
+        self._address = addresses.parse(address, what="coordinator address")
+        self._security = security
+        self._channel = channels.connect(self._address, security)
+        self._stub = fleet_pb2_grpc.FleetAdminStub(self._channel)
+        self._stopped = asyncio.Event()
+
+    # --- operations --------------------------------------------------------------------------------------------------
+
+    async def run(
+        self, spec: fleet_pb2.OperationSpec, operation_id: str = "", on_progress: OnProgress | None = None
+    ) -> fleet_pb2.FleetOperation:
+        """Start an operation and follow it to its end. Detached after `stop`."""
+        request = fleet_pb2.StartOperationRequest(operation_id=checked_id(operation_id), spec=spec)
+        try:
+            started = await self._stub.StartOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from error
+        return await self.follow(started.operation.operation_id, on_progress)
+
+    async def follow(self, operation_id: str, on_progress: OnProgress | None = None) -> fleet_pb2.FleetOperation:
+        """Watch an operation to its end and return it whole. Detached after `stop`."""
+        self._stopped.clear()
+        watching = asyncio.ensure_future(self._watch_to_end(operation_id, on_progress))
+        stopping = asyncio.ensure_future(self._stopped.wait())
+        try:
+            await asyncio.wait([watching, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not watching.done():
+                raise Detached(operation_id)
+            await watching
+        finally:
+            for task in (watching, stopping):
+                task.cancel()
+            await asyncio.gather(watching, stopping, return_exceptions=True)
+        return await self.get(operation_id)
+
+    async def _watch_to_end(self, operation_id: str, on_progress: OnProgress | None) -> None:
+        seen = 0
+        tries = 0
+        while True:
+            request = fleet_pb2.WatchOperationRequest(operation_id=operation_id, after_version=seen)
+            try:
+                async for message in self._stub.WatchOperation(request, metadata=self._metadata()):
+                    operation = message.operation
+                    seen, tries = operation.version, 0
+                    for row in operation.results:
+                        if on_progress:
+                            on_progress(row, operation.counts.total)
+                    if operation.state in ENDED:
+                        return
+            except grpc.aio.AioRpcError as error:
+                tries += 1
+                lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+                if not lost or tries > _WATCH_TRIES:
+                    raise self._error(error) from error
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if (await self.get(operation_id)).state in ENDED:
+                return
+            tries += 1
+            await asyncio.sleep(_RETRY_S)
+
+    async def stop(self) -> None:
+        """Stop watching; the operation goes on."""
+        self._stopped.set()
+
+    async def get(self, operation_id: str) -> fleet_pb2.FleetOperation:
+        """One operation, whole."""
+        request = fleet_pb2.FleetAdminGetOperationRequest(operation_id=checked_id(operation_id))
+        try:
+            answer = await self._stub.GetOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from error
+        return answer.operation
+
+    async def operations(self, most: int) -> list[fleet_pb2.FleetOperation]:
+        """The newest operations, without their targets."""
+        found: list[fleet_pb2.FleetOperation] = []
+        token = ""
+        while len(found) < most:
+            request = fleet_pb2.ListOperationsRequest(page_size=min(most - len(found), 500), page_token=token)
+            try:
+                page = await self._stub.ListOperations(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
+            except grpc.aio.AioRpcError as error:
+                raise self._error(error) from error
+            found.extend(page.operations)
+            token = page.next_page_token
+            if not token:
+                break
+        return found
+
+    async def pause(self, operation_id: str) -> fleet_pb2.FleetOperation:
+        """Hold a rollout before its next wave."""
+        request = fleet_pb2.PauseOperationRequest(operation_id=checked_id(operation_id))
+        try:
+            answer = await self._stub.PauseOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from error
+        return answer.operation
+
+    async def resume(self, operation_id: str) -> fleet_pb2.FleetOperation:
+        """Let a held rollout go on."""
+        request = fleet_pb2.ResumeOperationRequest(operation_id=checked_id(operation_id))
+        try:
+            answer = await self._stub.ResumeOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from error
+        return answer.operation
+
+    async def cancel(self, operation_id: str) -> fleet_pb2.FleetOperation:
+        """Start no further target."""
+        request = fleet_pb2.FleetAdminCancelOperationRequest(operation_id=checked_id(operation_id))
+        try:
+            answer = await self._stub.CancelOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from error
+        return answer.operation
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    async def admission(self, targets: fleet_pb2.Targets, timeout_s: float) -> fleet_pb2.FleetAdmissionResponse:
+        """Admission of every replica."""
+        request = fleet_pb2.FleetAdmissionRequest(targets=targets)
+        try:
+            return await self._stub.FleetAdmission(request, timeout=timeout_s + 2.0, metadata=self._metadata())
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from error
+
+    async def watch(
+        self, targets: fleet_pb2.Targets, interval_s: float
+    ) -> AsyncIterator[fleet_pb2.WatchFleetAdmissionResponse]:
+        """Admission as it changes."""
+        request = fleet_pb2.WatchFleetAdmissionRequest(targets=targets)
+        request.interval.FromTimedelta(timedelta(seconds=interval_s))
+        try:
+            async for sample in self._stub.WatchFleetAdmission(request, metadata=self._metadata()):
+                yield sample
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from error
+
+    async def replicas(self, targets: fleet_pb2.Targets) -> fleet_pb2.ListReplicasResponse:
+        """Every replica with what it says of itself."""
+        request = fleet_pb2.ListReplicasRequest(targets=targets)
+        try:
+            return await self._stub.ListReplicas(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from error
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._security.metadata()
+
+    def _error(self, error: grpc.aio.AioRpcError) -> CoordinatorError:
+        failure = outcomes.read_failure(error)
+        if not failure.from_sidecar and failure.code == "UNIMPLEMENTED":
+            text = "does not serve kvctl.v1.FleetAdmin; give a coordinator's address, or a sidecar's with --target"
+            failure = Failure("UNAVAILABLE", outcomes.NOT_A_SIDECAR, text)
+        elif not failure.from_sidecar:
+            failure = Failure(failure.code, failure.reason, outcomes.brief(failure.message))
+        return CoordinatorError(failure, str(self._address))
