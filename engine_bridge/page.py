@@ -29,6 +29,8 @@ _SEQUENCE_OFFSET: Final = 16
 _SEQUENCE: Final = struct.Struct("<Q")
 _BODY_OFFSET: Final = _HEADER.size
 _BODY: Final = struct.Struct("<16sIiQIQQQQQQQIIIIIIQQQQIIQQ")
+_PHASE_OFFSET: Final = _BODY_OFFSET + struct.calcsize("<16sIiQ")
+_PHASE: Final = struct.Struct("<IQ")
 _STARTED_OFFSET: Final = 1024
 _STARTED: Final = struct.Struct("<16sQ")
 _READ_TRIES: Final = 64
@@ -169,6 +171,16 @@ class PageWriter:
             c.last_operation_ns,
             c.last_pause_us,
         )
+        _SEQUENCE.pack_into(self._map, _SEQUENCE_OFFSET, sequence)
+        self._sequence = sequence
+
+    def set_phase(self, phase: Phase, now_ns: int) -> None:
+        """Write the phase alone: what a step boundary can afford twice."""
+        self.counters.phase = phase
+        self.counters.phase_since_ns = now_ns
+        sequence = self._sequence + 2
+        _SEQUENCE.pack_into(self._map, _SEQUENCE_OFFSET, sequence - 1)
+        _PHASE.pack_into(self._map, _PHASE_OFFSET, phase, now_ns)
         _SEQUENCE.pack_into(self._map, _SEQUENCE_OFFSET, sequence)
         self._sequence = sequence
 

@@ -37,26 +37,37 @@ class Meter:
         """`clock` gives nanoseconds."""
         self._clock = clock
         self._started_ns = 0
-        self._longest_ns = 0
-        self._total_ns = 0
-        self._slices = 0
+        self._slices: list[int] = []
+        self._lap: list[int] = []
+        self._lap_started_ns = 0
 
     def start(self) -> None:
         """A slice begins."""
-        self._started_ns = self._clock()
+        self._started_ns = self._lap_started_ns = self._clock()
 
     def stop(self) -> None:
         """A slice ends."""
-        took = self._clock() - self._started_ns
-        self._total_ns += took
-        self._longest_ns = max(self._longest_ns, took)
-        self._slices += 1
+        now = self._clock()
+        self._slices.append(now - self._started_ns)
+        self._lap.append(now - self._lap_started_ns)
+
+    def lap(self) -> protocol.PauseCost:
+        """Called by an operation inside a slice: the cost since it was last called."""
+        now = self._clock()
+        cost = _cost([*self._lap, now - self._lap_started_ns])
+        self._lap, self._lap_started_ns = [], now
+        return cost
 
     def cost(self) -> protocol.PauseCost:
         """Slices that have ended so far."""
-        return protocol.PauseCost(
-            longest_us=-(-self._longest_ns // 1000), total_us=-(-self._total_ns // 1000), slices=self._slices
-        )
+        return _cost(self._slices)
+
+
+def _cost(slices_ns: list[int]) -> protocol.PauseCost:
+    """Nanoseconds to microseconds, rounded up: a measured cost is never 0."""
+    return protocol.PauseCost(
+        longest_us=-(-max(slices_ns, default=0) // 1000), total_us=-(-sum(slices_ns) // 1000), slices=len(slices_ns)
+    )
 
 
 @dataclass(slots=True)
@@ -94,7 +105,9 @@ class Context:
     memory: Memory = field(default_factory=Memory)
     note_reset: Callable[[protocol.RunningMode], None] = lambda mode: None
     """Called at the instant the prefix cache was dropped."""
-    meter: Meter | None = None
+    meter: Meter = field(default_factory=lambda: Meter(lambda: 0))
+    untouched: bool = False
+    """An operation sets this while it has begun, has changed nothing yet, and may still be withdrawn at a yield."""
 
 
 RequestT = TypeVar("RequestT", bound=protocol.Mutation, contravariant=True)

@@ -1,0 +1,159 @@
+"""Pause under a lease: a lost client must never strand an engine, nor let half-written weights serve.
+
+A pause names a lease that its owner renews. Once the owner has said that the weights are whole, a lease that runs out
+resets every tier and resumes. Before that the weights may be half written, so the engine resets, stays paused and says
+"abandoned_update" until a person or a new update resolves it, unless the owner chose otherwise when it paused.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from engine_bridge import protocol
+from engine_bridge.operations import Context, Lease, Memory, Verdict
+from engine_bridge.operations.reset import reset_for_lease
+from engine_bridge.port import EnginePort, Work
+
+logger = logging.getLogger("kvctl.bridge")
+
+_WRONG = "WRONG_SCHEDULING_STATE"
+
+
+def scheduling_state(port: EnginePort, memory: Memory) -> Literal["running", "paused", "abandoned_update"]:
+    """Whether the engine schedules, and if not, whether a weight update was abandoned."""
+    if not port.paused():
+        return "running"
+    return "abandoned_update" if memory.abandoned else "paused"
+
+
+def forget_what_others_ended(port: EnginePort, memory: Memory) -> None:
+    """A resume by vLLM itself may have ended a pause of ours: neither lease nor abandonment outlives it."""
+    if not port.paused():
+        memory.lease = None
+        memory.abandoned = ""
+
+
+def pause(port: EnginePort, request: protocol.Pause, context: Context) -> Work[Verdict]:
+    """Stop scheduling, wait for the steps in flight, take the lease."""
+    memory = context.memory
+    lacking = port.capabilities().get("pause", "unknown")
+    if lacking:
+        return Verdict("unsupported", reason="ENGINE_LACKS_CAPABILITY", message=f"pause: {lacking}")
+    if request.lease_ns <= 0:
+        return Verdict("invalid", reason="INVALID_FIELD", message="lease_ns must be positive")
+    if port.sleeping():
+        return Verdict("refused", reason="ENGINE_SLEEPING", message="the engine sleeps; wake it first")
+    if memory.lease is not None:
+        return _wrong(f"pause {memory.lease.request_id} already holds the lease on this engine")
+    if port.paused_by_vllm():
+        return _wrong("the scheduler is paused by vLLM itself (its /pause or a sleep); resume it there first")
+    before = memory.abandoned
+    memory.abandoned = ""
+    lease = Lease(request.request_id, context.clock() + request.lease_ns, request.resume_when_abandoned)
+    memory.lease = lease
+    port.pause()
+    entered = late = False
+    try:
+        while port.in_flight() and not late:
+            yield "step"
+            late = context.clock() >= context.deadline_ns
+        if not late:
+            port.synchronize()
+            entered = True
+    finally:
+        if not entered:
+            # Not paused as asked: leave nothing behind that would act on its own later.
+            memory.lease, memory.abandoned = None, before
+            if not before:
+                port.resume()
+    if late:
+        message = "the deadline passed while model steps in flight were running out; scheduling goes on"
+        return Verdict("withdrawn", reason="NOT_EXECUTED", message=message)
+    lease.expires_ns = context.clock() + request.lease_ns
+    return Verdict("done", _result(port, memory, context.clock()))
+
+
+def renew(port: EnginePort, request: protocol.Renew, memory: Memory, now_ns: int) -> Verdict:
+    """Extend the lease; a length of 0 or less ends it at the next step boundary."""
+    forget_what_others_ended(port, memory)
+    lease = memory.lease
+    if lease is None or lease.request_id != request.pause_request_id:
+        found = f"pause {lease.request_id} holds the lease" if lease else "no lease is held on this engine"
+        ended = memory.ended_by_lease == request.pause_request_id
+        message = "the lease ran out and the engine resumed by itself" if ended else found
+        if memory.abandoned == request.pause_request_id:
+            message = "the lease ran out before the weights were declared whole; the engine stays paused"
+        result = _result(port, memory, now_ns, ended_by_lease=ended)
+        return Verdict("refused", result, _WRONG, message)
+    lease.expires_ns = now_ns + request.lease_ns
+    lease.weights_complete = lease.weights_complete or request.weights_complete
+    return Verdict("done", _result(port, memory, now_ns))
+
+
+def resume(port: EnginePort, request: protocol.Resume, context: Context) -> Work[Verdict]:
+    """Schedule again, if the pause is the one named; an empty name ends whatever paused the engine."""
+    yield from ()
+    memory = context.memory
+    wanted = request.pause_request_id
+    forget_what_others_ended(port, memory)
+    if port.sleeping():
+        return Verdict("refused", reason="ENGINE_SLEEPING", message="the engine sleeps; wake it first")
+    if not port.paused():
+        ended = bool(wanted) and wanted == memory.ended_by_lease
+        if wanted and not ended:
+            return _wrong(f"this engine is not paused by {wanted}")
+        if request.weight_version:
+            port.set_weight_version(request.weight_version)
+        message = "the lease ran out and the engine had resumed by itself" if ended else "the engine was not paused"
+        return Verdict("done", _result(port, memory, context.clock(), ended_by_lease=ended), message=message)
+    holder = memory.lease.request_id if memory.lease is not None else memory.abandoned
+    if wanted and wanted != holder:
+        return _wrong(f"the engine is paused by {holder or 'vLLM itself'}, not by {wanted}")
+    if request.weight_version:
+        port.set_weight_version(request.weight_version)
+    port.resume()
+    memory.lease = None
+    memory.abandoned = ""
+    return Verdict("done", _result(port, memory, context.clock()))
+
+
+def end_lease(port: EnginePort, context: Context) -> Work[Verdict]:
+    """The lease ran out, or was withdrawn."""
+    yield from ()
+    memory = context.memory
+    lease = memory.lease
+    forget_what_others_ended(port, memory)
+    if lease is None or memory.lease is None:
+        return Verdict("done", _result(port, memory, context.clock()), message="the pause had been ended by others")
+    memory.lease = None
+    # First the state that is safe if anything below raises: paused, and marked.
+    memory.abandoned = lease.request_id
+    trouble = reset_for_lease(port)
+    context.note_reset("keep")
+    for line in trouble:
+        logger.warning("kvctl: lease of pause %s ran out: %s", lease.request_id, line)
+    if lease.weights_complete or lease.resume_when_abandoned:
+        port.resume()
+        memory.abandoned = ""
+        memory.ended_by_lease = lease.request_id
+        logger.warning("kvctl: lease of pause %s ran out: caches reset, scheduling resumed", lease.request_id)
+    else:
+        logger.error(
+            "kvctl: lease of pause %s ran out before its weights were declared whole: caches reset, still paused",
+            lease.request_id,
+        )
+    return Verdict("done", _result(port, memory, context.clock(), ended_by_lease=True))
+
+
+def _wrong(message: str) -> Verdict:
+    return Verdict("refused", reason=_WRONG, message=message)
+
+
+def _result(
+    port: EnginePort, memory: Memory, now_ns: int, *, ended_by_lease: bool = False
+) -> protocol.SchedulingResult:
+    remaining = max(0, memory.lease.expires_ns - now_ns) if memory.lease is not None else 0
+    return protocol.SchedulingResult(
+        scheduling_state(port, memory), port.weight_version(), remaining, ended_by_lease=ended_by_lease
+    )
