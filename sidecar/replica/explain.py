@@ -171,13 +171,18 @@ def held_by_nobody(blocks: int, for_ns: int) -> str:
 # --- moving ------------------------------------------------------------------------------------------------------
 
 
-def flowing(page: Counters, tokens_per_second: float, still_ns: int, *, in_step: bool) -> str:
+def _load(page: Counters) -> str:
+    return f"{count(max(page.running, 0), 'request')} running, {max(page.waiting, 0)} waiting"
+
+
+def flowing(page: Counters, tokens_per_second: float) -> str:
     """Healthy."""
-    load = f"{count(max(page.running, 0), 'request')} running, {max(page.waiting, 0)} waiting"
-    if in_step:
-        return f"{load}; one step has been running for {age(still_ns)}"
-    rate = f" at {tokens_per_second:.0f} tokens/s" if tokens_per_second >= 0 else ""
-    return f"{load}{rate}"
+    return f"{_load(page)} at {tokens_per_second:.0f} tokens/s" if tokens_per_second >= 0 else _load(page)
+
+
+def long_step(page: Counters, still_ns: int) -> str:
+    """A step that has not ended."""
+    return f"{_load(page)}; one step has been running for {age(still_ns)}"
 
 
 def arriving(demand: int, still_ns: int) -> str:
@@ -216,8 +221,7 @@ def degraded(page: Counters, tokens_per_second: float, before: Bucket) -> str:
 
 def undecided(page: Counters, still_ns: int, stall_ns: int) -> str:
     """Between arriving and stalled."""
-    load = f"{count(max(page.running, 0), 'request')} running, {max(page.waiting, 0)} waiting"
-    return f"{load}, no token for {age(still_ns)}; {age(stall_ns)} without one is a stall"
+    return f"{_load(page)}, no token for {age(still_ns)}; {age(stall_ns)} without one is a stall"
 
 
 def remote(evidence: Evidence, still_ns: int, *, stalled: bool) -> str:
@@ -271,7 +275,6 @@ def leaked_full(evidence: Evidence) -> str:
 
 def standstill_unexplained(page: Counters, still_ns: int, last: Sample) -> str:
     """No evidence to explain it with."""
-    load = f"{count(max(page.running, 0), 'request')} running, {max(page.waiting, 0)} waiting"
     usage = f", {page.blocks_free} of {count(page.blocks_total, 'block')} free" if page.blocks_total > 0 else ""
     why = (
         "only the engine bridge can see why"
@@ -279,7 +282,7 @@ def standstill_unexplained(page: Counters, still_ns: int, last: Sample) -> str:
         else ("the engine has not answered a question about the cause")
     )
     silence = f" for {age(last.at_ns - last.unanswered_since_ns)}" if last.unanswered_since_ns else ""
-    return f"no token for {age(still_ns)} with {load}{usage}; {why}{silence}"
+    return f"no token for {age(still_ns)} with {_load(page)}{usage}; {why}{silence}"
 
 
 def running_stuck(evidence: Evidence, still_ns: int) -> str:

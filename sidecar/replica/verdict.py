@@ -190,17 +190,20 @@ def _moving(view: View) -> Finding | None:
     in_step = view.turning_ns < view.still_ns
     if view.turning_ns >= view.limits.stall_ns:
         return None
-    progressed = 0 < page.last_progress_ns == view.still_since_ns
+    progressed = page.last_progress_ns > 0 and (
+        page.last_progress_ns >= view.still_since_ns or view.now_ns - page.last_progress_ns <= view.limits.linger_ns
+    )
     if not progressed and not in_step and not _keeps_moving(view):
         return None
-    return (
-        _thrashing(view)
-        or _degraded(view)
-        or _saturated(view)
-        or Finding(
-            Verdict.FLOWING, explain.flowing(page, view.rate("tokens_scheduled"), view.still_ns, in_step=in_step)
-        )
-    )
+    if in_step:  # rates over a step that has not ended say nothing
+        return Finding(Verdict.FLOWING, explain.long_step(page, view.still_ns))
+    return _thrashing(view) or _degraded(view) or _saturated(view) or Finding(Verdict.FLOWING, _flow_text(view))
+
+
+def _flow_text(view: View) -> str:
+    if view.still_ns > 2 * view.limits.linger_ns:
+        return explain.undecided(view.page, view.still_ns, view.limits.stall_ns)
+    return explain.flowing(view.page, view.rate("tokens_scheduled"))
 
 
 def _thrashing(view: View) -> Finding | None:
