@@ -229,7 +229,7 @@ class Execution:
         """Whoever listens cannot keep a target from its result."""
         try:
             self._on_change(result)
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged; the target's result matters more than who hears of it
             _log.exception("operation %s: a listener raised", self.operation_id)
 
     async def _on_record(self, write: Coroutine[None, None, None]) -> None:
