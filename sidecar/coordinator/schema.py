@@ -145,13 +145,14 @@ def read(connection: sqlite3.Connection, operation_id: str) -> StoredOperation |
         (operation_id,),
     ):
         row = fleet_pb2.TargetResult.FromString(result) if result is not None else None
-        if not apart:
-            aim = _aim_from_json(name, address, aim_text)
-            stored.aims.append(aim)
-            if request_id or row is not None:
-                stored.recorded[name] = Recorded(request_id, wave, row, unhealthy)
-            row = row or started_row(aim, wave, request_id)
-        stored.operation.results.append(row)
+        if apart and row is not None:
+            stored.operation.results.append(row)
+            continue
+        aim = _aim_from_json(name, address, aim_text)
+        stored.aims.append(aim)
+        if request_id or row is not None:
+            stored.recorded[name] = Recorded(request_id, wave, row, unhealthy)
+        stored.operation.results.append(row or started_row(aim, wave, request_id))
     rows = sorted(stored.operation.results, key=lambda each: (each.replica, each.address))
     copies = [fleet_pb2.TargetResult.FromString(each.SerializeToString()) for each in rows]
     del stored.operation.results[:]
