@@ -265,7 +265,7 @@ QUEUE: Final = (
     ),
     Alert(
         name="KvctlWeightUpdateAbandoned",
-        expr='kvctl_scheduling_state{state="abandoned_update"} == 1',
+        expr="kvctl_abandoned_update == 1",
         hold="0m",
         severity="critical",
         summary=f"ABANDONED UPDATE: {_WHERE}: the client that wrote the weights went away; they may be half written.",

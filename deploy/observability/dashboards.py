@@ -19,10 +19,13 @@ _POD: Final = Variable("pod", 'label_values(kvctl_build_info{namespace=~"$namesp
 
 
 def _resets(where: str) -> Annotation:
-    """Resets that dropped a cache. The gauge holds the time of the last one: it changes when one happens."""
+    """Resets that dropped a cache: the time of the last one, seen once within the annotation's step.
+
+    Not changes(): the gauge is computed from a monotonic age at each scrape and jitters by microseconds.
+    """
     return Annotation(
         "Resets",
-        f"changes(kvctl_last_reset_timestamp_seconds{{{where}}}[1m]) > 0",
+        f"(time() - kvctl_last_reset_timestamp_seconds{{{where}}} < 15) >= 0",
         "reset ({{mode}}) on {{pod}} engine {{engine}}",
     )
 
@@ -224,7 +227,13 @@ REPLICA: Final = Dashboard(
             "Age of the engine's last step",
             (Query(f"kvctl_engine_step_age_seconds{{{_ONE}}}", "engine {{engine}}"),),
             unit="s",
-            about="Grows on an idle engine too; a verdict of ENGINE_HUNG looks at the phase as well.",
+            about="Grows on an idle engine too: read it beside the phase.",
+        ),
+        Panel(
+            "Time in the present phase",
+            (Query(f"kvctl_engine_phase_seconds{{{_ONE}}} > 0", "engine {{engine}} {{phase}}"),),
+            unit="s",
+            about="Long in `step` is a long step or a hung engine; long in `idle` is an engine without work.",
         ),
     ),
     (_NAMESPACE, _POD),

@@ -162,13 +162,9 @@ CASES: dict[str, Case] = {
         value={"humanizePercentage": "12.5%"},
     ),
     "KvctlWeightUpdateAbandoned": Case(
-        [engine("kvctl_scheduling_state", "1x10", state="abandoned_update")],
-        [
-            engine("kvctl_scheduling_state", "1x10", state="paused"),
-            engine("kvctl_scheduling_state", "0x10", state="abandoned_update"),
-        ],
+        [engine("kvctl_abandoned_update", "0 1x10")],
+        [engine("kvctl_abandoned_update", "0x10"), verdict("PAUSED", "1x10")],
         "1m",
-        {**ENGINE, "state": "abandoned_update"},
     ),
     "KvctlSidecarAbsent": Case(
         [Series("vllm:num_requests_running", "0x60", {"engine": "0", "model_name": "tiny"})],
