@@ -52,6 +52,7 @@ class Attempt:
         self._spec = spec
         self._aim = aim
         self._wave = wave
+        self._identity = aim.identity or aim.name
         self._replicas = replicas
         self._journal = journal
         self._retries = retries
@@ -66,7 +67,7 @@ class Attempt:
 
         Raises JournalError when an intent cannot be put on record; nothing was called with that id then.
         """
-        request_id = recorded_request_id or derive_request_id(self._operation_id, self._aim.name)
+        request_id = recorded_request_id or derive_request_id(self._operation_id, self._identity)
         if not recorded_request_id:
             await self._journal.intent(self._aim.name, request_id, self._wave)
         ask = bool(recorded_request_id)
@@ -89,7 +90,7 @@ class Attempt:
             ask = advice.next is Next.ASK
             if advice.next is Next.REPEAT and answer.result.code == "FAILED_PRECONDITION":
                 self._refusals += 1
-                fresh_id = derive_request_id(self._operation_id, f"{self._aim.name}#{self._refusals}")
+                fresh_id = derive_request_id(self._operation_id, f"{self._identity}#{self._refusals}")
                 try:
                     await self._journal.intent(self._aim.name, fresh_id, self._wave)
                 except JournalError as error:

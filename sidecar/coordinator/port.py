@@ -24,6 +24,8 @@ class Aim:
     labels: Mapping[str, str] = field(default_factory=dict)
     server_name: str = ""
     """Name to expect in the TLS certificate when it is not the host of `address`."""
+    identity: str = ""
+    """What request ids are derived from where names are used again for other replicas. Empty: the name."""
 
 
 @dataclass(frozen=True, slots=True)

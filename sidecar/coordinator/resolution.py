@@ -130,7 +130,7 @@ def _merge(
         if unique != name:
             warnings.append(f"two replicas call themselves {name}; the one at {target.address} is shown as {unique}")
         taken.add(unique)
-        aims.append(Aim(unique, target.address, labels, target.server_name))
+        aims.append(Aim(unique, target.address, labels, target.server_name, target.identity))
     return tuple(aims), tuple(apart)
 
 

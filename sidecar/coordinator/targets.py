@@ -25,6 +25,8 @@ class Target:
     """Why this target must not be called ("terminating", "not ready"). Empty: call it. It is shown either way."""
     server_name: str = ""
     """Name to expect in the TLS certificate when it is not the host of `address` (addresses found through DNS)."""
+    identity: str = ""
+    """What request ids are derived from where names are used again for other replicas: a pod's uid. Empty: the name."""
 
     @property
     def shown_as(self) -> str:
