@@ -245,6 +245,7 @@ def test_a_folder_on_pythonpath_is_all_that_a_stock_vllm_needs_to_find_the_bridg
     # -S: without site-packages, so that nothing but the folder can answer.
     seen = subprocess.run(
         [sys.executable, "-S", "-c", look],
+        cwd=wheel,
         env={"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
