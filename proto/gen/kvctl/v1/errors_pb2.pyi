@@ -48,6 +48,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """FAILED_PRECONDITION: pause or resume does not fit the engine's present state."""
     REASON_ENGINE_SLEEPING: _Reason.ValueType  # 18
     """FAILED_PRECONDITION: the executor sleeps."""
+    REASON_OPERATION_ENDED: _Reason.ValueType  # 19
+    """FAILED_PRECONDITION: the fleet operation has ended; it can no longer be held or let go on."""
     REASON_OPERATION_IN_PROGRESS: _Reason.ValueType  # 20
     """ABORTED: another operation runs on that engine; its id is in the metadata."""
     REASON_REQUEST_ID_REUSED: _Reason.ValueType  # 21
@@ -86,6 +88,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """UNAVAILABLE: this server is shutting down."""
     REASON_NOT_A_SIDECAR: _Reason.ValueType  # 49
     """UNAVAILABLE: what answers at the address is not a kvctl sidecar."""
+    REASON_DISCOVERY_FAILED: _Reason.ValueType  # 59
+    """UNAVAILABLE: nothing can be said about which replicas there are; the message says why."""
     REASON_NOT_EXECUTED: _Reason.ValueType  # 50
     """DEADLINE_EXCEEDED: the engine had not started it by the deadline and never will."""
     REASON_OUTCOME_UNKNOWN: _Reason.ValueType  # 51
@@ -152,6 +156,8 @@ REASON_WRONG_SCHEDULING_STATE: Reason.ValueType  # 17
 """FAILED_PRECONDITION: pause or resume does not fit the engine's present state."""
 REASON_ENGINE_SLEEPING: Reason.ValueType  # 18
 """FAILED_PRECONDITION: the executor sleeps."""
+REASON_OPERATION_ENDED: Reason.ValueType  # 19
+"""FAILED_PRECONDITION: the fleet operation has ended; it can no longer be held or let go on."""
 REASON_OPERATION_IN_PROGRESS: Reason.ValueType  # 20
 """ABORTED: another operation runs on that engine; its id is in the metadata."""
 REASON_REQUEST_ID_REUSED: Reason.ValueType  # 21
@@ -190,6 +196,8 @@ REASON_SERVER_STOPPING: Reason.ValueType  # 48
 """UNAVAILABLE: this server is shutting down."""
 REASON_NOT_A_SIDECAR: Reason.ValueType  # 49
 """UNAVAILABLE: what answers at the address is not a kvctl sidecar."""
+REASON_DISCOVERY_FAILED: Reason.ValueType  # 59
+"""UNAVAILABLE: nothing can be said about which replicas there are; the message says why."""
 REASON_NOT_EXECUTED: Reason.ValueType  # 50
 """DEADLINE_EXCEEDED: the engine had not started it by the deadline and never will."""
 REASON_OUTCOME_UNKNOWN: Reason.ValueType  # 51
