@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -131,7 +132,7 @@ class Keeper:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_die_with_keeper,
+                preexec_fn=partial(_die_with, os.getpid()),
             )
         finally:
             os.close(log)
@@ -204,10 +205,10 @@ def _waking_pipe() -> int:
     return readable
 
 
-def _die_with_keeper() -> None:
-    """In the child, which has the keeper's one thread: SIGTERM from the kernel when the keeper dies, so that vLLM still ends its own children."""
+def _die_with(keeper: int) -> None:
+    """In the child: SIGTERM from the kernel when the keeper dies, so that vLLM still ends its own children."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == 1:
+    if os.getppid() != keeper:
         os._exit(1)  # it died before that call
 
 
