@@ -64,6 +64,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """UNIMPLEMENTED: only HTTP routes of vLLM's dev mode can do this, and they are off."""
     REASON_TIER_UNSUPPORTED: _Reason.ValueType  # 34
     """UNIMPLEMENTED: a tier that was asked for cannot be cleared here."""
+    REASON_NOT_ONE_REPLICA: _Reason.ValueType  # 37
+    """UNAVAILABLE: several servers answer at the engine's address: a load balancer, behind which no engine can be named."""
     REASON_ENGINE_NOT_ANSWERING: _Reason.ValueType  # 38
     """UNAVAILABLE: the engine's process lives and its thread has not answered yet: a long step, a debugger, SIGSTOP."""
     REASON_ENGINE_NOT_TRUSTED: _Reason.ValueType  # 39
@@ -172,6 +174,8 @@ REASON_NEEDS_DEV_MODE: Reason.ValueType  # 33
 """UNIMPLEMENTED: only HTTP routes of vLLM's dev mode can do this, and they are off."""
 REASON_TIER_UNSUPPORTED: Reason.ValueType  # 34
 """UNIMPLEMENTED: a tier that was asked for cannot be cleared here."""
+REASON_NOT_ONE_REPLICA: Reason.ValueType  # 37
+"""UNAVAILABLE: several servers answer at the engine's address: a load balancer, behind which no engine can be named."""
 REASON_ENGINE_NOT_ANSWERING: Reason.ValueType  # 38
 """UNAVAILABLE: the engine's process lives and its thread has not answered yet: a long step, a debugger, SIGSTOP."""
 REASON_ENGINE_NOT_TRUSTED: Reason.ValueType  # 39
