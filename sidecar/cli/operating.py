@@ -1,0 +1,128 @@
+"""Run one operation for a command: progress, Ctrl-C, the result, the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Final
+
+import click
+from kvctl.v1 import fleet_pb2
+
+from sidecar.cli import exitcodes, output, reaching
+from sidecar.cli.exitcodes import Exit
+from sidecar.cli.printers import encoding
+from sidecar.cli.printers.operation import print_table, print_wide
+from sidecar.cli.progress import Progress
+from sidecar.cli.settings import Settings
+from sidecar.client.reach import Reach, checked_id
+from sidecar.client.remote import CoordinatorReach, Detached
+
+INTERRUPTED: Final = 130
+
+
+def operate(settings: Settings, spec: fleet_pb2.OperationSpec, options: Mapping[str, object]) -> int:
+    """Run the spec with a command's common options; prints the result and returns the exit code."""
+    replicas, selector = str(options["replicas"]), options.get("selector")
+    spec.targets.CopyFrom(reaching.targets_of(replicas, str(selector) if selector else None))
+    _fill_rollout(spec, options)
+    spec.timeout.FromTimedelta(timedelta(seconds=float(str(options["timeout"]))))
+    spec.wait, spec.validate_only = bool(options.get("wait")), bool(options.get("dry_run"))
+    given = str(options.get("request_id") or "")
+    form = str(options["output"])
+
+    async def work(reach: Reach) -> int:
+        operation_id = checked_id(given)
+        with Progress(sys.stderr) as progress, interruptible(reach) as interrupts:
+            try:
+                operation = await reach.run(spec, operation_id, progress.changed)
+            except Detached as left:
+                progress.close()
+                tell_detached(left.operation_id, settings)
+                return INTERRUPTED
+        if interrupts and operation.state != fleet_pb2.OPERATION_STATE_SUCCEEDED:
+            output.note("interrupted: nothing more was started; this is what is known")
+        show_operation(operation, form)
+        return exitcodes.of_operation(operation)
+
+    return reaching.run(settings, work)
+
+
+def show_operation(operation: fleet_pb2.FleetOperation, form: str) -> None:
+    """Print an operation in the form asked for; warnings go to stderr."""
+    output.warn(operation.warnings)
+    if form == "table":
+        output.show(lambda console: print_table(console, operation))
+    elif form == "wide":
+        output.show(lambda console: print_wide(console, operation), wide=True)
+    elif form == "name":
+        done = [row for row in operation.results if row.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED]
+        output.write(encoding.names([row.replica for row in done]))
+        for row in operation.results:
+            if row.outcome != fleet_pb2.TARGET_OUTCOME_SUCCEEDED:
+                output.note(f"{row.replica}: {row.code} {row.reason}: {row.message}")
+    else:
+        output.encoded(operation, form)
+
+
+@contextmanager
+def interruptible(reach: Reach) -> Iterator[list[int]]:
+    """Ctrl-C or SIGTERM stops the run in an orderly way; a second one ends the process at once."""
+    loop = asyncio.get_running_loop()
+    seen: list[int] = []
+    stopping: set[asyncio.Task[None]] = set()
+
+    def stop(number: int) -> None:
+        seen.append(number)
+        loop.remove_signal_handler(number)
+        if not isinstance(reach, CoordinatorReach):
+            output.note("stopping: what has had no effect yet is taken back (again: leave at once)")
+        task = asyncio.ensure_future(reach.stop())
+        stopping.add(task)
+        task.add_done_callback(stopping.discard)
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        yield seen
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def tell_detached(operation_id: str, settings: Settings) -> None:
+    """How to get back to an operation that goes on without us."""
+    output.note(f"operation {operation_id} goes on at the coordinator")
+    output.note(f"  watch it:  kvctl ops watch {operation_id} --coordinator {settings.coordinator}")
+    output.note(f"  stop it:   kvctl ops cancel {operation_id} --coordinator {settings.coordinator}")
+
+
+def _fill_rollout(spec: fleet_pb2.OperationSpec, options: Mapping[str, object]) -> None:
+    rolling_only = ("max_unavailable", "canary", "min_healthy_time")
+    strategy = options.get("strategy")
+    if options.get("rolling") and strategy == "all-at-once":
+        raise click.UsageError("--rolling and --strategy all-at-once exclude each other")
+    rolling = bool(options.get("rolling")) or strategy == "rolling"
+    given = [name for name in rolling_only if options.get(name) is not None]
+    if given and not rolling:
+        raise click.UsageError(f"--{given[0].replace('_', '-')} needs --rolling")
+    if rolling:
+        spec.rollout.strategy = fleet_pb2.ROLLOUT_STRATEGY_ROLLING
+    if value := options.get("max_unavailable"):
+        spec.rollout.max_unavailable = str(value)
+    for name in ("canary", "max_failures", "concurrency"):
+        if value := options.get(name):
+            setattr(spec.rollout, name, value)
+    if value := options.get("min_healthy_time"):
+        spec.rollout.min_healthy_time.FromTimedelta(timedelta(seconds=float(str(value))))
+
+
+def exit_with(code: int | Exit) -> None:
+    """Leave the command with a code."""
+    if code:
+        raise click.exceptions.Exit(int(code))

@@ -1,0 +1,54 @@
+"""Where text goes: data to stdout, everything else to stderr.
+
+A reader that goes away (`kvctl ... | head`) is no error: the rest is thrown away and the exit code stays that of the
+operation.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from google.protobuf.message import Message
+from rich.console import Console
+
+from sidecar.cli.printers import encoding, style
+
+
+def write(text: str) -> None:
+    """Text to stdout as it is."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _let_go()
+
+
+def show(print_to: Callable[[Console], None], *, wide: bool = False) -> None:
+    """A table to stdout."""
+    try:
+        print_to(style.console(sys.stdout, wide=wide))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _let_go()
+
+
+def encoded(message: Message, output: str) -> None:
+    """Json or yaml to stdout."""
+    write(encoding.encode(message, output))
+
+
+def note(text: str) -> None:
+    """One line to stderr."""
+    print(style.clean(text), file=sys.stderr, flush=True)
+
+
+def warn(texts: object) -> None:
+    """Warnings of an answer to stderr, one a line."""
+    for text in texts:  # type: ignore[attr-defined]
+        note(f"warning: {text}")
+
+
+def _let_go() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,42 @@
+"""What to do next, by reason: the half of an error message that the replica cannot know, being no command line."""
+
+from __future__ import annotations
+
+from typing import Final
+
+NEXT: Final = {
+    "BLOCKS_HELD_BY_REQUESTS": "use --mode keep (interrupts nobody), --wait-for-idle, or --mode preempt",
+    "BLOCKS_HELD_BY_TRANSFERS": "transfers end by themselves: try again with --wait, or use --mode keep",
+    "REMOTE_LOADS_IN_FLIGHT": "try again with --wait once the loads are done, or use --mode keep",
+    "HELD_WHILE_PAUSED": "use --mode preempt or keep, or resume first: `kvctl scheduling resume`",
+    "CONNECTOR_BUSY": "the connector is still moving data: try again with --wait",
+    "NOT_DEADLOCKED": "nothing to relieve; `kvctl admission` shows the verdict",
+    "RELIEF_EXHAUSTED": "relief did not help: look at `kvctl admission -o wide`",
+    "ENGINE_SLEEPING": "wake the engine first",
+    "OPERATION_IN_PROGRESS": "try again with --wait, or follow the other operation by its id",
+    "REQUEST_ID_REUSED": "leave --request-id out, or repeat the operation exactly as it was",
+    "NEEDS_ENGINE_BRIDGE": "install kvctl in the engine's environment and restart it; see `kvctl doctor`",
+    "NEEDS_DEV_MODE": "only the engine bridge does this without vLLM's dev mode; see `kvctl doctor`",
+    "ENGINE_LACKS_CAPABILITY": "`kvctl replicas -o wide` lists what each engine can do",
+    "TIER_UNSUPPORTED": "leave that tier out, or restart the engine to clear it",
+    "NO_ENGINE": "start the engine with the bridge installed; see `kvctl doctor`",
+    "ENGINE_STARTING": "try again with --wait",
+    "ENGINE_DEAD": "restart the engine: its cache is empty then",
+    "ENGINE_RESTARTED": "the new engine's cache is empty: nothing more to reset",
+    "BRIDGE_NOT_ATTACHED": "see `kvctl doctor`",
+    "REPLICA_UNREACHABLE": "check that the sidecar runs and listens there; see `kvctl doctor`",
+    "NOT_A_SIDECAR": "name sidecars, one address a replica",
+    "OUTCOME_UNKNOWN": "repeat with --request-id {operation_id}: it runs at most once",
+    "NOT_EXECUTED": "nothing happened there: try again with a longer --timeout",
+    "NEVER_IDLE": "no idle moment came: a longer --timeout, or --mode keep",
+    "BAD_CREDENTIALS": "check --token-file, or --cert and --key",
+    "ROLE_TOO_SMALL": "ask for a credential with the role that the message names",
+    "TOO_MANY_OPERATIONS": "try again later, or with --wait",
+    "ROLLOUT_STOPPED": "mend the failed replicas, then run it for the rest",
+}
+"""Reason -> one line. `{operation_id}` is filled in."""
+
+
+def advise(reason: str, operation_id: str = "") -> str:
+    """What to do about a reason; empty when there is nothing to add."""
+    return NEXT.get(reason, "").replace("{operation_id}", operation_id)

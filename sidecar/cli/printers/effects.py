@@ -1,0 +1,164 @@
+"""What an operation did at one replica, in one phrase: the right-hand column of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import grpc
+from kvctl.v1 import fleet_pb2, types_pb2
+
+from sidecar.cli.printers.style import count, seconds
+
+_CODES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
+
+TIERS: Final = ("prefix_cache", "connector", "multimodal", "encoder")
+
+TIER_WORDS: Final = {
+    types_pb2.TIER_STATE_DONE: "done",
+    types_pb2.TIER_STATE_REFUSED: "refused",
+    types_pb2.TIER_STATE_PENDING: "still moving data",
+    types_pb2.TIER_STATE_NOT_CONFIGURED: "not configured",
+    types_pb2.TIER_STATE_UNSUPPORTED: "not supported",
+    types_pb2.TIER_STATE_NOT_REQUESTED: "not asked for",
+    types_pb2.TIER_STATE_NOT_RUN: "not run",
+    types_pb2.TIER_STATE_FAILED: "failed",
+    types_pb2.TIER_STATE_UNCONFIRMED: "accepted, not confirmed",
+}
+
+
+def code_name(number: int) -> str:
+    """Canonical name of a code."""
+    return _CODES.get(number, "UNKNOWN")
+
+
+def of_row(row: fleet_pb2.TargetResult) -> str:
+    """The effect at one replica, engines taken together; empty when nothing is known of one."""
+    match row.WhichOneof("result"):
+        case "reset":
+            return reset([engine for engine in row.reset.engines if engine.status.code == 0], row.reset.validate_only)
+        case "reorder":
+            return reorder([e for e in row.reorder.engines if e.status.code == 0], row.reorder.validate_only)
+        case "relieve":
+            return relieve([e for e in row.relieve.engines if e.status.code == 0], row.relieve.validate_only)
+        case "pause":
+            return scheduling(row.pause.engines)
+        case "resume":
+            return scheduling(row.resume.engines)
+    return ""
+
+
+def reset(engines: Sequence[types_pb2.EngineReset], validate_only: bool = False) -> str:
+    """As in: 812 cached blocks dropped, 3 requests kept, engine paused 0.40 ms."""
+    if validate_only:
+        return "would run: the request is accepted"
+    if not engines:
+        return ""
+    parts = [_dropped(engines)]
+    for name in ("kept", "preempted", "quarantined"):
+        if number := sum(getattr(engine, f"requests_{name}") for engine in engines):
+            parts.append(f"{count(number, 'request')} {name}")
+    parts += _other_tiers(engines)
+    moved = [engine.reorder for engine in engines if engine.HasField("reorder")]
+    if moved:
+        parts.append(_contiguity(moved))
+    parts.append(_pause(engine.pause for engine in engines))
+    return _together(len(engines), parts)
+
+
+def reorder(engines: Sequence[types_pb2.EngineReorder], validate_only: bool = False) -> str:
+    """As in: 4000 blocks moved, contiguity 0.08 -> 1.00, engine paused 27 ms."""
+    if validate_only:
+        return "would run: the request is accepted"
+    if not engines:
+        return ""
+    moved = sum(engine.blocks_moved for engine in engines)
+    parts = [f"{count(moved, 'block')} moved", _contiguity(engines), _pause(engine.pause for engine in engines)]
+    return _together(len(engines), parts)
+
+
+def relieve(engines: Sequence[types_pb2.EngineRelief], validate_only: bool = False) -> str:
+    """As in: 1 waiting request gave back 84 blocks (attempt 1 of 3)."""
+    if validate_only:
+        return "would run: the request is accepted"
+    if not engines:
+        return ""
+    freed = sum(engine.blocks_freed for engine in engines)
+    requests = sum(len(engine.request_ids) for engine in engines)
+    tries = max(engines, key=lambda engine: engine.attempts)
+    parts = [f"{count(requests, 'waiting request')} gave back {count(freed, 'block')}"]
+    if tries.max_attempts:
+        parts.append(f"attempt {tries.attempts} of {tries.max_attempts}")
+    return _together(len(engines), parts)
+
+
+def scheduling(engines: Sequence[types_pb2.EngineScheduling]) -> str:
+    """As in: paused, lease 30.0 s" or "running, weights step-12."""
+    if not engines:
+        return ""
+    states = sorted({_SCHEDULING[engine.state] for engine in engines})
+    parts = [" and ".join(states)]
+    lease = min((_duration(engine) for engine in engines), default=0.0)
+    if lease > 0:
+        parts.append(f"lease {seconds(lease)}")
+    if versions := sorted({engine.weight_version for engine in engines if engine.weight_version}):
+        parts.append(f"weights {', '.join(versions)}")
+    if any(engine.ended_by_lease for engine in engines):
+        parts.append("ended by its lease")
+    return _together(len(engines), parts)
+
+
+_SCHEDULING: Final = {
+    types_pb2.SCHEDULING_STATE_UNSPECIFIED: "unknown",
+    types_pb2.SCHEDULING_STATE_RUNNING: "running",
+    types_pb2.SCHEDULING_STATE_PAUSED: "paused",
+    types_pb2.SCHEDULING_STATE_ABANDONED_UPDATE: "paused, weight update abandoned",
+}
+
+
+def tiers(engine: types_pb2.EngineReset) -> str:
+    """Every tier that was asked for, with its state: "prefix done, connector still moving data"."""
+    found = []
+    for name in TIERS:
+        tier = getattr(engine, name)
+        if tier.state not in (types_pb2.TIER_STATE_NOT_REQUESTED, types_pb2.TIER_STATE_UNSPECIFIED):
+            found.append(f"{name.removesuffix('_cache')} {TIER_WORDS[tier.state]}")
+    return ", ".join(found)
+
+
+def _dropped(engines: Sequence[types_pb2.EngineReset]) -> str:
+    if not any(engine.prefix_caching_enabled for engine in engines):
+        return "prefix caching is off: nothing to drop"
+    dropped = sum(engine.cached_blocks_dropped for engine in engines)
+    if any(engine.prefix_cache.state == types_pb2.TIER_STATE_UNCONFIRMED for engine in engines):
+        return "accepted, its effect was not confirmed"
+    return f"{count(dropped, 'cached block')} dropped" if dropped else "0 blocks were cached"
+
+
+def _other_tiers(engines: Sequence[types_pb2.EngineReset]) -> list[str]:
+    found = []
+    for name in TIERS[1:]:
+        states = {getattr(engine, name).state for engine in engines}
+        states -= {types_pb2.TIER_STATE_NOT_REQUESTED, types_pb2.TIER_STATE_UNSPECIFIED}
+        if states:
+            found.append(f"{name} {' / '.join(TIER_WORDS[state] for state in sorted(states))}")
+    return found
+
+
+def _contiguity(engines: Sequence[types_pb2.EngineReorder]) -> str:
+    before = sum(engine.before.ratio for engine in engines) / len(engines)
+    after = sum(engine.after.ratio for engine in engines) / len(engines)
+    return f"contiguity {before:.2f} -> {after:.2f}"
+
+
+def _pause(costs: Iterable[types_pb2.EnginePause]) -> str:
+    return f"engine paused {seconds(max(cost.longest_us for cost in costs) / 1e6)}"
+
+
+def _together(engines: int, parts: Sequence[str]) -> str:
+    text = ", ".join(part for part in parts if part)
+    return f"{engines} engines: {text}" if engines > 1 else text
+
+
+def _duration(engine: types_pb2.EngineScheduling) -> float:
+    return float(engine.lease_remaining.seconds) + engine.lease_remaining.nanos / 1e9

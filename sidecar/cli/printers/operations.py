@@ -1,0 +1,45 @@
+"""Operations on record: a row an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvctl.v1 import fleet_pb2, types_pb2
+from rich.console import Console
+
+from sidecar.cli.printers.style import seconds, table, words
+
+_TONES = {
+    fleet_pb2.OPERATION_STATE_SUCCEEDED: "good",
+    fleet_pb2.OPERATION_STATE_FAILED: "bad",
+    fleet_pb2.OPERATION_STATE_PARTIAL: "doubtful",
+    fleet_pb2.OPERATION_STATE_CANCELLED: "quiet",
+}
+
+
+def state_name(state: fleet_pb2.OperationState.ValueType) -> str:
+    """running, paused, succeeded, ..."""
+    return fleet_pb2.OperationState.Name(state).removeprefix("OPERATION_STATE_").lower()
+
+
+def print_table(console: Console, operations: Sequence[fleet_pb2.FleetOperation]) -> None:
+    """A row an operation, newest first."""
+    if not operations:
+        console.print("no operation on record")
+        return
+    made = table("OPERATION", "KIND", "STATE", "DONE", "STARTED", "TOOK")
+    for operation in operations:
+        counts = operation.counts
+        kind = types_pb2.OperationKind.Name(operation.kind).removeprefix("OPERATION_KIND_").lower()
+        took = seconds(operation.took.seconds + operation.took.nanos / 1e9) if operation.HasField("took") else "-"
+        made.add_row(
+            words(operation.operation_id),
+            words(kind),
+            words(state_name(operation.state), _TONES.get(operation.state, "")),
+            words(f"{counts.succeeded}/{counts.total}"),
+            words(
+                operation.started_at.ToDatetime().strftime("%m-%d %H:%M") if operation.HasField("started_at") else "-"
+            ),
+            words(took),
+        )
+    console.print(made)

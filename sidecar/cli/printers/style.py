@@ -1,0 +1,97 @@
+"""What a terminal can show. Colour and Unicode only where they work; text of others is never trusted.
+
+Messages come from replicas, which may be anyone: control characters in them could repaint the terminal of whoever
+reads, so none gets through.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+NARROWEST: Final = 40
+WIDE: Final = 400
+"""Width of -o wide when it is not printed to a terminal: nothing is folded."""
+
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+COLOURS: Final = {"good": "green", "bad": "red", "doubtful": "yellow", "quiet": "bright_black", "": ""}
+
+
+def plain(stream: TextIO) -> bool:
+    """Whether to print ASCII without colour: no terminal, NO_COLOR, TERM=dumb, or a locale that is C."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return True
+    return ascii_locale() or "utf" not in (stream.encoding or "").lower()
+
+
+def ascii_locale() -> bool:
+    """Whether the environment asks for ASCII, by the order that locale(7) gives."""
+    for name in ("LC_ALL", "LC_CTYPE", "LANG"):
+        if value := os.environ.get(name):
+            return value in ("C", "POSIX")
+    return False
+
+
+def console(stream: TextIO, *, wide: bool = False) -> Console:
+    """A console on a stream: its terminal's width, else COLUMNS, else 80."""
+    simple = plain(stream)
+    width = None if stream.isatty() and not wide else _columns(WIDE if wide else 80)
+    if wide and stream.isatty():
+        width = max(WIDE, 80)
+    return Console(
+        file=stream,
+        width=width,
+        color_system=None if simple else "auto",
+        no_color=simple,
+        force_terminal=False if simple else None,
+        highlight=False,
+        emoji=False,
+        markup=False,
+        soft_wrap=False,
+    )
+
+
+def _columns(otherwise: int) -> int:
+    text = os.environ.get("COLUMNS", "")
+    return max(int(text), NARROWEST) if text.isdigit() and int(text) else otherwise
+
+
+def clean(text: str) -> str:
+    """One line without control characters."""
+    return _CONTROL.sub("?", text.replace("\n", " ").replace("\t", " "))
+
+
+def words(text: str, tone: str = "") -> Text:
+    """Cleaned text in the colour of a tone: good, bad, doubtful, quiet."""
+    return Text(clean(text), style=COLOURS[tone])
+
+
+def table(*columns: str) -> Table:
+    """A table without lines: columns two spaces apart. The last column folds, the others keep their width."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False, header_style="bold", expand=False)
+    for name in columns[:-1]:
+        made.add_column(name, no_wrap=len(columns) > 1, overflow="ellipsis" if name != "REPLICA" else "fold")
+    made.add_column(columns[-1], overflow="fold", ratio=None)
+    return made
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """A number with its noun: "1 block", "2 blocks"."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def seconds(value: float) -> str:
+    """A time for people: 0.40 ms, 31 ms, 2.1 s, 4 min, 3 h."""
+    if value < 0.01:
+        return f"{value * 1e3:.2f} ms"
+    if value < 1:
+        return f"{value * 1e3:.0f} ms"
+    if value < 120:
+        return f"{value:.1f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.0f} h"
