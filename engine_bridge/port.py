@@ -23,13 +23,40 @@ Work = Generator[Literal["step"] | None, None, T]
 class Identity(Protocol):
     """Facts that do not change while the engine lives; they go into the Welcome."""
 
-    data_parallel_rank: int
-    data_parallel_size: int
-    vllm_version: str
-    model: str
-    block_size: int
-    blocks: int
-    prefix_caching: bool
+    @property
+    def data_parallel_rank(self) -> int:
+        """From 0."""
+        ...
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks known to this engine, at least its own."""
+        ...
+
+    @property
+    def vllm_version(self) -> str:
+        """As vLLM says it."""
+        ...
+
+    @property
+    def model(self) -> str:
+        """Name as served."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        ...
+
+    @property
+    def blocks(self) -> int:
+        """Usable blocks over all distinct pools, without null blocks."""
+        ...
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether it is switched on."""
+        ...
 
 
 class EnginePort(Protocol):

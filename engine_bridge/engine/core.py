@@ -1,0 +1,241 @@
+"""The port, implemented on one vLLM engine core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.version import __version__ as vllm_version
+
+from engine_bridge import protocol
+from engine_bridge.engine import evidence, guards, pools, tiers, versions
+from engine_bridge.engine import scheduler as requests
+from engine_bridge.engine.connector import connector_tier
+from engine_bridge.port import Work
+
+if TYPE_CHECKING:
+    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+
+@dataclass(frozen=True)
+class EngineIdentity:
+    """See port.Identity."""
+
+    data_parallel_rank: int
+    data_parallel_size: int
+    vllm_version: str
+    model: str
+    block_size: int
+    blocks: int
+    prefix_caching: bool
+
+
+def rank_of(engine: EngineCore) -> int:
+    """Data-parallel rank. Dense models run each rank as an engine of its own that thinks it is rank 0 of 1; the index
+    keeps the true rank.
+    """
+    parallel = engine.vllm_config.parallel_config
+    return int(getattr(engine, "engine_index", None) or getattr(parallel, "data_parallel_index", 0) or 0)
+
+
+def _identity(engine: EngineCore) -> EngineIdentity:
+    config = engine.vllm_config
+    rank = rank_of(engine)
+    served = getattr(config.model_config, "served_model_name", None) or config.model_config.model
+    return EngineIdentity(
+        data_parallel_rank=rank,
+        data_parallel_size=max(int(config.parallel_config.data_parallel_size), rank + 1),
+        vllm_version=vllm_version,
+        model=served if isinstance(served, str) else served[0],
+        block_size=int(config.cache_config.block_size),
+        blocks=pools.usable_blocks(pools.distinct_pools(engine.scheduler)),
+        prefix_caching=bool(config.cache_config.enable_prefix_caching),
+    )
+
+
+class VllmEngine:
+    """Implements port.EnginePort; delegates to the modules of this package."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        """Install the guards, so that a later keep reset finds them in place. AttributeError on a vLLM that is too
+        different from those this was written against.
+        """
+        self._engine = engine
+        self._scheduler = engine.scheduler
+        self._pools = pools.distinct_pools(engine.scheduler)
+        self._identity = _identity(engine)
+        self._capabilities = versions.capabilities(engine)
+        self._guards = guards.install(engine.scheduler)
+        self._capabilities.update(self._guards.lacking())
+        self._capabilities["relieve"] = self._capabilities["relieve"] or evidence.relief_missing(engine.scheduler)
+        self._paused_by_us = False
+        self._before_hold: PauseState | None = None
+        self.steps = requests.Steps(engine)
+
+    @property
+    def identity(self) -> EngineIdentity:
+        """See port.EnginePort."""
+        return self._identity
+
+    def capabilities(self) -> dict[str, str]:
+        """See port.EnginePort."""
+        return dict(self._capabilities)
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def holders(self) -> protocol.Holders:
+        """See port.EnginePort."""
+        return evidence.holders(self._scheduler)
+
+    def held_blocks(self) -> int:
+        """See port.EnginePort."""
+        return pools.held_blocks(self._pools)
+
+    def running_requests(self) -> int:
+        """See port.EnginePort."""
+        return len(self._scheduler.running)
+
+    def cached_blocks(self) -> int:
+        """See port.EnginePort."""
+        return pools.cached_blocks(self._pools)
+
+    def evidence(self, call: int, contiguity_blocks: int) -> protocol.Evidence:
+        """See port.EnginePort."""
+        return evidence.read_evidence(self._engine, self._guards, call, contiguity_blocks)
+
+    # --- resetting -----------------------------------------------------------------------------------------------
+
+    def preempt_running(self) -> int:
+        """See port.EnginePort."""
+        return requests.preempt_running(self._scheduler)
+
+    def blocks_after_preempt(self) -> int:
+        """See port.EnginePort."""
+        return requests.blocks_after_preempt(self._scheduler)
+
+    def must_settle(self) -> bool:
+        """See port.EnginePort. Frees are deferred while steps are in flight when a connector may write into freed
+        blocks out of order; the aux output connector's worker asserts that nothing is pending when it is reset.
+        """
+        scheduler = self._scheduler
+        waits = getattr(scheduler, "defer_block_free", False) or _aux_connector(self._scheduler) is not None
+        return waits and self.in_flight() and not versions.is_lockstep(self._engine)
+
+    def in_flight(self) -> bool:
+        """See port.EnginePort."""
+        return bool(self._engine.batch_queue)
+
+    def hold(self) -> None:
+        """See port.EnginePort."""
+        self._before_hold = self._scheduler.pause_state
+        self._set_pause_state(PauseState.PAUSED_ALL)
+
+    def release(self) -> None:
+        """See port.EnginePort."""
+        if self._before_hold is not None:
+            self._set_pause_state(self._before_hold)
+        self._before_hold = None
+
+    def drop_prefix_cache(self) -> int:
+        """See port.EnginePort."""
+        dropped = pools.drop_prefix_cache(self._scheduler)
+        self.steps.own_reset()
+        return dropped
+
+    def bump_aux_generation(self) -> None:
+        """See port.EnginePort."""
+        connector = _aux_connector(self._scheduler)
+        if connector is not None and not self.in_flight():
+            connector.reset()
+
+    def quarantine_running(self) -> int:
+        """See port.EnginePort."""
+        return self._guards.quarantine_running()
+
+    def reset_connector(self) -> protocol.Tier:
+        """See port.EnginePort."""
+        return connector_tier(self._scheduler)
+
+    def reset_multimodal(self) -> protocol.Tier:
+        """See port.EnginePort."""
+        return tiers.reset_multimodal(self._engine)
+
+    def reset_encoder(self) -> protocol.Tier:
+        """See port.EnginePort."""
+        return tiers.reset_encoder(self._engine)
+
+    def publish_cleared(self) -> tuple[bool, list[str]]:
+        """See port.EnginePort."""
+        return requests.publish_cleared(self._scheduler)
+
+    # --- free queue ----------------------------------------------------------------------------------------------
+
+    def contiguity(self) -> Work[protocol.Contiguity]:
+        """See port.EnginePort."""
+        return pools.contiguity(self._pools)
+
+    def reorder(self, scope: Literal["uncached", "all_free"]) -> Work[int]:
+        """See port.EnginePort."""
+        return pools.reorder(self._pools, scope)
+
+    # --- relief --------------------------------------------------------------------------------------------------
+
+    def deadlock(self) -> str:
+        """See port.EnginePort."""
+        return evidence.deadlock(self._scheduler)
+
+    def relieve_one(self) -> tuple[str, int]:
+        """See port.EnginePort."""
+        return evidence.relieve_one(self._scheduler)
+
+    # --- scheduling ----------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """See port.EnginePort."""
+        self._set_pause_state(PauseState.PAUSED_ALL)
+        self._paused_by_us = True
+
+    def synchronize(self) -> None:
+        """See port.EnginePort."""
+        self._engine._finish_pause(clear_cache=False)
+
+    def resume(self) -> None:
+        """See port.EnginePort."""
+        self._set_pause_state(PauseState.UNPAUSED)
+        self._paused_by_us = False
+
+    def paused(self) -> bool:
+        """See port.EnginePort."""
+        return bool((self._before_hold or self._scheduler.pause_state) != PauseState.UNPAUSED)
+
+    def paused_by_vllm(self) -> bool:
+        """See port.EnginePort."""
+        return self.paused() and not self._paused_by_us
+
+    def note_foreign_pause(self) -> None:
+        """Somebody else has just set the pause state: it is no longer ours."""
+        self._paused_by_us = False
+
+    def sleeping(self) -> bool:
+        """See port.EnginePort."""
+        return bool(self._engine.model_executor.is_sleeping)
+
+    def _set_pause_state(self, state: PauseState) -> None:
+        # The class's own method: the instance's is hooked to notice what others set.
+        type(self._scheduler).set_pause_state(self._scheduler, state)
+
+    def set_weight_version(self, version: str) -> None:
+        """See port.EnginePort."""
+        self._engine.set_weight_version(version)
+
+    def weight_version(self) -> str:
+        """See port.EnginePort. vLLM's name for none is "default"."""
+        version = str(self._engine.get_weight_version())
+        return "" if version == "default" else version
+
+
+def _aux_connector(scheduler: Scheduler) -> AuxOutputSchedulerConnector | None:
+    return getattr(scheduler, "aux_output_connector", None)
