@@ -74,6 +74,8 @@ class Execution:
         self._policy = Policy(concurrency=policy.concurrency) if spec.validate_only else policy
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._calling: set[str] = set()
+        self._moved = asyncio.Event()
         self._held = False
         self._cancel_why = ""
         self._rollout: Rollout | None = None
@@ -99,6 +101,17 @@ class Execution:
     def held(self) -> bool:
         """Whether `hold` is in force."""
         return self._held
+
+    async def quiet(self, timeout_s: float) -> bool:
+        """Wait until no call is under way (hold first, or the next one begins); whether that was so in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._calling:
+                    changed = self._moved
+                    await changed.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def run(self) -> dict[str, fleet_pb2.TargetResult]:
         """Take every target to its result.
@@ -156,6 +169,7 @@ class Execution:
             return
 
     def _begin(self, name: str, wave: int, recorded_request_id: str) -> None:
+        self._calling.add(name)
         self._spawn(self._one(self._aims[name], wave, recorded_request_id))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -196,6 +210,9 @@ class Execution:
             result.message = f"a defect here, the log has the trace: {type(error).__name__}: {error}"
         self.retries += retries.retries
         await self._end(result)
+        self._calling.discard(aim.name)
+        self._moved.set()
+        self._moved = asyncio.Event()
         succeeded = result.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED or result.reason == outcomes.DUPLICATE_TARGET
         if self._rollout is not None:
             why = result.message or result.reason or result.code

@@ -41,7 +41,7 @@ CREATE TABLE targets (
     name TEXT NOT NULL,
     address TEXT NOT NULL,
     position INTEGER NOT NULL,       -- order in which targets are taken
-    aim TEXT NOT NULL,               -- JSON: labels, server_name
+    aim TEXT NOT NULL,               -- JSON: labels, server_name, identity
     request_id TEXT NOT NULL DEFAULT '',  -- not empty: an intent is on record
     wave INTEGER NOT NULL DEFAULT 0,
     result BLOB,                     -- TargetResult once it has ended
@@ -182,9 +182,9 @@ def _without_rows(operation: fleet_pb2.FleetOperation) -> bytes:
 
 
 def _aim_to_json(aim: Aim) -> str:
-    return json.dumps({"labels": dict(aim.labels), "server_name": aim.server_name})
+    return json.dumps({"labels": dict(aim.labels), "server_name": aim.server_name, "identity": aim.identity})
 
 
 def _aim_from_json(name: str, address: str, text: str) -> Aim:
     values = json.loads(text)
-    return Aim(name, address, values["labels"], values["server_name"])
+    return Aim(name, address, values["labels"], values["server_name"], values["identity"])
