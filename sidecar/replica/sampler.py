@@ -124,8 +124,8 @@ class Sampler:
 
     def tick(self) -> None:
         """Look at every engine once: no waiting, nothing sent but a question where something looks wrong."""
-        now = self._clock()
         changed = self._follow_engines()
+        now = self._clock()  # after: an engine just taken up has a sample already
         for watched in self._watched.values():
             changed |= self._look(watched, now, None)
             if self._is_suspicious(watched, now):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import logging
 import re
 import time
@@ -45,8 +46,15 @@ class Context(AbortableContext, Protocol):
     def peer(self) -> str:
         """Where the call came from."""
 
+    def time_remaining(self) -> float | None:
+        """Seconds until the caller's deadline; None without one."""
+
+    async def write(self, message: Message) -> None:
+        """Send one message of a stream."""
+
 
 UnaryHandler = Callable[[Message, Context], Awaitable[Message]]
+WritingHandler = Callable[[Message, Context], Awaitable[None]]
 StreamHandler = Callable[[Message, Context], AsyncIterator[Message]]
 
 
@@ -77,9 +85,15 @@ class Gate(grpc.aio.ServerInterceptor):
                 return grpc.unary_unary_rpc_method_handler(_refusing(error))
             return handler
         if handler.response_streaming:
-            stream = cast("StreamHandler", handler.unary_stream)
+            wrapped: StreamHandler | WritingHandler
+            if inspect.isasyncgenfunction(handler.unary_stream):
+                wrapped = self._stream(method, cast("StreamHandler", handler.unary_stream))
+            else:
+                wrapped = self._writing(method, cast("WritingHandler", handler.unary_stream))
             return grpc.unary_stream_rpc_method_handler(
-                self._stream(method, stream), handler.request_deserializer, handler.response_serializer
+                wrapped,  # type: ignore[arg-type]  # grpc.aio takes both kinds, its stubs only the blocking one
+                handler.request_deserializer,
+                handler.response_serializer,
             )
         unary = cast("UnaryHandler", handler.unary_unary)
         return grpc.unary_unary_rpc_method_handler(
@@ -112,6 +126,23 @@ class Gate(grpc.aio.ServerInterceptor):
                     yield message
             except GeneratorExit:
                 raise
+            except BaseException as raised:  # noqa: BLE001 - nothing may escape a handler, see the module's docstring
+                await _end(method, context, began, raised)
+            finally:
+                self._calls -= 1
+            _log_call(method, context, began, None)
+
+        return call
+
+    def _writing(self, method: str, inner: WritingHandler) -> WritingHandler:
+        """A streaming handler that writes to the context itself."""
+
+        async def call(request: Message, context: Context) -> None:
+            began = time.monotonic()
+            self._calls += 1
+            try:
+                self._admit(method, context)
+                await inner(request, context)
             except BaseException as raised:  # noqa: BLE001 - nothing may escape a handler, see the module's docstring
                 await _end(method, context, began, raised)
             finally:

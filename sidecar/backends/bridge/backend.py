@@ -146,12 +146,12 @@ class BridgeEngine:
             try:
                 self._reader = page.PageReader(self._page_path)
             except page.PageError as error:
-                LOG.debug("page not readable engine=%s reason=%s", self.key, error)
+                LOG.debug("page not readable engine=%s reason=%r", self.key, str(error))
                 return None
         try:
             return self._reader.read()
         except page.PageError as error:
-            LOG.debug("page not readable engine=%s reason=%s", self.key, error)
+            LOG.debug("page not readable engine=%s reason=%r", self.key, str(error))
             return None
 
     @property
@@ -221,13 +221,13 @@ class BridgeEngine:
             )
             self._tell()
             await ended.wait()
-            LOG.info("engine disconnected engine=%s reason=%s", self.key, connection.closed_because)
+            LOG.info("engine disconnected engine=%s reason=%r", self.key, connection.closed_because)
         except Refused as error:
             self._refusal = Unreachable("BRIDGE_NOT_ATTACHED", f"{self._name} refused this sidecar: {error}")
-            LOG.warning("engine refused the connection engine=%s reason=%s", self.key, error)
+            LOG.warning("engine refused the connection engine=%s reason=%r", self.key, str(error))
             return False
         except (ConnectionGone, NoAnswer) as error:
-            LOG.info("engine connection lost in the handshake engine=%s reason=%s", self.key, error)
+            LOG.info("engine connection lost in the handshake engine=%s reason=%r", self.key, str(error))
             return False
         finally:
             connection.close()

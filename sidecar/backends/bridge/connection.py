@@ -204,6 +204,6 @@ class Connection:
         if answer is None or answer.done():
             LOG.debug("late or unasked reply socket=%s call=%d type=%s", self.path, reply.call, type(reply).__name__)
             if isinstance(reply, protocol.Fault) and reply.call == -1:
-                LOG.warning("engine could not read a frame socket=%s message=%s", self.path, reply.message)
+                LOG.warning("engine could not read a frame socket=%s message=%r", self.path, reply.message)
             return
         answer.set_result(reply)

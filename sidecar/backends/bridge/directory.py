@@ -137,7 +137,7 @@ class EngineDirectory:
                 self._engines[key] = BridgeEngine(self._directory, key, ranks[key], self._client, self._tell)
             else:
                 self._failed[key] = _read_failed(self._directory / f"{key}.failed", key, ranks[key])
-                LOG.warning("bridge not attached engine=%s reason=%s", key, self._failed[key].trouble.message)
+                LOG.warning("bridge not attached engine=%s reason=%r", key, self._failed[key].trouble.message)
             changed = True
         return changed
 

@@ -1,0 +1,229 @@
+"""The sidecar as a process: what it is made of, in which order it starts and ends.
+
+Start: files and addresses are checked and bound first, so that a taken port or an unreadable certificate ends the
+process before anything is served. It then serves at once, also without an engine: health says NOT_SERVING until every
+engine listed is connected. End, on SIGTERM: health goes down, nothing new is taken, what runs is finished or withdrawn
+within the grace and recorded, then everything closes. A second SIGTERM leaves at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+from http import HTTPStatus
+from pathlib import Path
+from typing import Final
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from engine_bridge import __version__
+from sidecar.backends.bridge.directory import EngineDirectory
+from sidecar.backends.engine import EngineSet
+from sidecar.replica.audit import AuditLog
+from sidecar.replica.config import Config
+from sidecar.replica.metrics import ReplicaMetrics
+from sidecar.replica.operations import Operations
+from sidecar.replica.sampler import Sampler
+from sidecar.replica.service import ACCESS, SERVICE, CacheAdmin
+from sidecar.replica.watch import Watchers
+from sidecar.rpc import addresses, logs
+from sidecar.rpc import server as rpc_server
+from sidecar.rpc.addresses import Address
+from sidecar.rpc.auth import Authorizer, TokenFile
+from sidecar.rpc.health import Health
+from sidecar.rpc.plain_http import Page, PlainHttp
+from sidecar.rpc.server import CannotListen, ServerSettings
+from sidecar.rpc.tls import ServerTls
+
+LOG: Final = logging.getLogger("kvctl.sidecar")
+
+CLIENT: Final = f"kvctl-sidecar/{__version__}"
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. OSError and ValueError say why it could not start."""
+    logs.configure(config.log_format, config.log_level)
+    return asyncio.run(Application(config).run())
+
+
+def check(config: Config) -> str:
+    """Everything that can be checked without serving; OSError or ValueError name what is wrong."""
+    settings = server_settings(config)
+    rpc_server.check_exposure(settings)
+    rpc_server.check_free(settings)
+    if settings.tls is not None:
+        settings.tls.credentials()
+    if config.metrics is not None and (why := addresses.why_not_bindable(config.metrics)):
+        raise CannotListen(why)
+    AuditLog(config.audit_log, config.name).close()
+    return describe(config, settings)
+
+
+def describe(config: Config, settings: ServerSettings) -> str:
+    """The settings in force, for a person."""
+    proof = []
+    if config.token_file:
+        proof.append("tokens for " + ", ".join(sorted({role.name.lower() for role, _ in config.token_file})))
+    if config.tls_client_ca is not None:
+        proof.append("client certificates")
+    lines = {
+        "name": config.name,
+        "labels": ", ".join(f"{key}={value}" for key, value in config.labels.items()) or "none",
+        "engines": str(config.engine_dir) + (f", else {config.engine_url}" if config.engine_url else ""),
+        "grpc": ", ".join(str(address) for address in settings.listen),
+        "tls": "mutual" if config.tls_client_ca else "yes" if config.tls_cert else "no",
+        "callers": " or ".join(proof) or "anyone who can connect is admin",
+        "metrics": str(config.metrics) if config.metrics else "off",
+        "audit": "stdout" if config.audit_log == "-" else config.audit_log,
+        "grace": f"{config.grace:g} s",
+    }
+    return "\n".join(["settings are valid", *(f"  {key:<8} {value}" for key, value in lines.items())])
+
+
+def server_settings(config: Config) -> ServerSettings:
+    """How to listen and whom to serve. OSError or ValueError when a token file cannot be used."""
+    tls = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
+    authorizer = Authorizer(
+        rules=ACCESS,
+        tokens=[TokenFile(role, path) for role, path in config.token_file],
+        certificate_roles=config.client_role,
+        mutual_tls=config.tls_client_ca is not None,
+    )
+    return ServerSettings(config.listen, authorizer, tls, config.insecure, config.max_calls, reflection=(SERVICE,))
+
+
+def engine_set(config: Config) -> EngineSet:
+    """Where engines are looked for."""
+    return EngineDirectory(config.engine_dir, CLIENT)
+
+
+class Application:
+    """One sidecar. `run` may be called once."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._stop = asyncio.Event()
+        self._signals = 0
+
+    async def run(self) -> int:
+        """From start to end."""
+        self._take_signals()
+        config = self._config
+        settings = server_settings(config)
+        audit = AuditLog(config.audit_log, config.name)
+        self._engines = engine_set(config)
+        self._sampler = Sampler(self._engines)
+        self._watchers = Watchers(self._sampler)
+        metrics = ReplicaMetrics(self._sampler, __version__, watchers=lambda: len(self._watchers))
+        self._operations = Operations(self._engines, audit, metrics, config.expect_engines)
+        self._health = Health(SERVICE)
+        self._metrics = metrics
+        server = rpc_server.build(settings)
+        service = CacheAdmin(config.name, config.labels, self._engines, self._operations, self._sampler, self._watchers)
+        service.register(server)
+        self._health.register(server)
+        rpc_server.add_reflection(server, settings)
+        bound = rpc_server.bind(server, settings)
+        http = PlainHttp({"/metrics": self._metrics_page, "/livez": self._livez, "/readyz": self._readyz})
+        metrics_at = await http.start(config.metrics) if config.metrics is not None else None
+        await server.start()
+        await self._engines.start()
+        await self._sampler.start()
+        self._engines.on_change(self._update_health)
+        self._update_health()
+        LOG.info(
+            "serving name=%s address=%s metrics=%s engines=%s pid=%d version=%s",
+            config.name,
+            ",".join(str(address) for address in bound),
+            metrics_at or "off",
+            self._engines.place,
+            os.getpid(),
+            __version__,
+        )
+        if not settings.authorizer.enforced and not all(address.is_local for address in bound):
+            LOG.warning("serving other machines without credentials: anyone who can connect is admin")
+        if config.ready_file is not None:
+            _write_ready(config.ready_file, bound, metrics_at)
+        try:
+            await self._stop.wait()
+            await self._drain()
+        finally:
+            await server.stop(0.5)
+            await http.close()
+            await self._sampler.close()
+            await self._engines.close()
+            audit.close()
+            rpc_server.remove_unix_sockets(settings)
+            if config.ready_file is not None:
+                config.ready_file.unlink(missing_ok=True)
+        LOG.info("stopped")
+        return 0
+
+    async def _drain(self) -> None:
+        LOG.info("stopping grace_s=%.1f", self._config.grace)
+        self._health.drain()
+        self._watchers.end()
+        await self._operations.stop(self._config.grace)
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            LOG.warning("second signal: leaving at once")
+            os._exit(1)
+        self._stop.set()
+
+    # --- health and pages ----------------------------------------------------------------------------------------
+
+    def _why_not_ready(self) -> list[str]:
+        """Empty when every engine is there and answers."""
+        if self._signals:
+            return ["shutting down"]
+        trouble = self._engines.trouble()
+        if trouble is not None:
+            return [f"{trouble.reason}: {trouble.message}"]
+        engines = self._engines.engines()
+        found = [engine.trouble for engine in engines]
+        lines = [f"{one.reason}: {one.message}" for one in found if one is not None]
+        if len(engines) < self._config.expect_engines:
+            lines.append(f"NO_ENGINE: {len(engines)} of {self._config.expect_engines} engines have appeared")
+        return lines
+
+    def _update_health(self) -> None:
+        self._health.set_serving(not self._why_not_ready())
+
+    def _livez(self) -> Page:
+        return Page(b"alive\n")
+
+    def _readyz(self) -> Page:
+        why = self._why_not_ready()
+        if not why:
+            return Page(b"ready\n")
+        return Page(("\n".join(why) + "\n").encode(), HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _metrics_page(self) -> Page:
+        return Page(generate_latest(self._metrics.registry), content_type=CONTENT_TYPE_LATEST)
+
+
+def _write_ready(path: Path, bound: list[Address], metrics_at: Address | None) -> None:
+    """Whole or not at all: whoever waits for the file must not read half of it."""
+    content = {
+        "pid": os.getpid(),
+        "listen": [str(address) for address in bound],
+        "metrics": str(metrics_at) if metrics_at else "",
+    }
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    partial.rename(path)

@@ -1,0 +1,78 @@
+"""Structured logs on stderr: logfmt for people and grep, JSON for collectors.
+
+Code logs `event words key=value ...` through the standard library; here each record gets a time, a level and a logger,
+and its pairs are kept as they are (logfmt) or taken apart (JSON). Nothing here ever sees a token.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+from typing import Final, Literal
+
+Format = Literal["logfmt", "json"]
+
+FORMATS: Final = ("logfmt", "json")
+LEVELS: Final = ("debug", "info", "warning", "error")
+
+_PAIR: Final = re.compile(r"(?:^|\s)([a-z_][a-z0-9_]*)=('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\S*)")
+
+
+class LogfmtFormatter(logging.Formatter):
+    """`time=... level=... logger=... msg="..." key=value`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, whatever the message holds."""
+        text, pairs = split(record.getMessage())
+        fields = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name, "msg": text, **pairs}
+        line = " ".join(f"{key}={_quoted(value)}" for key, value in fields.items())
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line; a trace goes into a field of its own."""
+        text, pairs = split(record.getMessage())
+        fields = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name, "msg": text, **pairs}
+        if record.exc_info:
+            fields["trace"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=True)
+
+
+def configure(log_format: Format, level: str) -> None:
+    """Send everything to stderr in this format."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else LogfmtFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for chatty in ("grpc", "asyncio"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def split(message: str) -> tuple[str, dict[str, str]]:
+    """The words of a message, and its key=value pairs."""
+    pairs: dict[str, str] = {}
+    first = _PAIR.search(message)
+    if first is None:
+        return message, pairs
+    for match in _PAIR.finditer(message, first.start()):
+        value = match.group(2)
+        quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
+        pairs.setdefault(match.group(1), value[1:-1] if quoted else value)
+    return message[: first.start()].strip(), pairs
+
+
+def _time(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+def _quoted(value: str) -> str:
+    if value and not re.search(r'[\s"=\\]', value) and value.isprintable():
+        return value
+    return json.dumps(value, ensure_ascii=False)
