@@ -9,7 +9,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.version import __version__ as vllm_version
 
 from engine_bridge import protocol
-from engine_bridge.engine import evidence, guards, pools, tiers, versions
+from engine_bridge.engine import evidence, guards, pools, relief, tiers, versions
 from engine_bridge.engine import scheduler as requests
 from engine_bridge.engine.connector import connector_tier
 from engine_bridge.port import Work
@@ -70,7 +70,7 @@ class VllmEngine:
         self._capabilities = versions.capabilities(engine)
         self._guards = guards.install(engine.scheduler)
         self._capabilities.update(self._guards.lacking())
-        self._capabilities["relieve"] = self._capabilities["relieve"] or evidence.relief_missing(engine.scheduler)
+        self._capabilities["relieve"] = self._capabilities["relieve"] or relief.missing(engine.scheduler)
         self._paused_by_us = False
         self._before_hold: PauseState | None = None
         self.steps = requests.Steps(engine)
@@ -185,11 +185,11 @@ class VllmEngine:
 
     def deadlock(self) -> str:
         """See port.EnginePort."""
-        return evidence.deadlock(self._scheduler)
+        return relief.deadlock(self._scheduler)
 
     def relieve_one(self) -> tuple[str, int]:
         """See port.EnginePort."""
-        return evidence.relieve_one(self._scheduler)
+        return relief.relieve_one(self._scheduler)
 
     # --- scheduling ----------------------------------------------------------------------------------------------
 

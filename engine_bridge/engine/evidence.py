@@ -1,64 +1,104 @@
-"""PLACEHOLDER until BRIDGE-OPS puts the real one here."""
+"""Evidence on admissions: who waits, who holds blocks, and what the next request in line needs.
+
+Read at a step boundary, with no side effect on vLLM's structures, in O(waiting) with a bound.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Final, Literal
 
-from engine_bridge import protocol
-from engine_bridge.engine import pools, versions
+from vllm.v1.core.sched.interface import PauseState
+
+from engine_bridge.engine import need, pools, relief, waiting
+from engine_bridge.protocol import Evidence, HeadOfQueue, Holder, Holders
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    from engine_bridge.engine.guards import Guards
+
+MAX_HOLDERS: Final = 16
+
+_PAUSED: Final[dict[PauseState, Literal["", "new", "all"]]] = {
+    PauseState.UNPAUSED: "",
+    PauseState.PAUSED_NEW: "new",
+    PauseState.PAUSED_ALL: "all",
+}
 
 
-def relief_missing(scheduler: Any) -> str:
-    return ""
-
-
-def holders(scheduler: Any) -> protocol.Holders:
-    waiting = [r for q in versions.waiting_queues(scheduler) for r in q]
-    holding = sum(scheduler._holds_kv_blocks(r) for r in waiting) if hasattr(scheduler, "_holds_kv_blocks") else 0
-    return protocol.Holders(
-        pools.held_blocks(pools.distinct_pools(scheduler)),
-        len(scheduler.running),
-        holding,
-        0,
-        0,
-        bool(scheduler.pause_state),
+def holders(scheduler: Scheduler) -> Holders:
+    """Who holds blocks now."""
+    found = waiting.look(scheduler, time.monotonic_ns())
+    known = waiting.orphaned_blocks(scheduler)
+    return Holders(
+        held_blocks=pools.held_blocks(pools.distinct_pools(scheduler)),
+        running_requests=len(scheduler.running),
+        waiting_requests=len(found.holders),
+        remote_loads=len(found.loading),
+        transfer_blocks=known if known >= 0 else waiting.orphaned_at_least(scheduler),
+        paused=scheduler.pause_state != PauseState.UNPAUSED,
     )
 
 
-def read_evidence(engine: Any, guards: Any, call: int, contiguity_blocks: int) -> protocol.Evidence:
-    s = engine.scheduler
-    ps = pools.distinct_pools(s)
-    return protocol.Evidence(
+def read_evidence(engine: EngineCore, guards: Guards, call: int, contiguity_blocks: int) -> Evidence:
+    """Everything a verdict needs. Weight version and lease state are the caller's to fill in."""
+    scheduler = engine.scheduler
+    now = time.monotonic_ns()
+    found = waiting.look(scheduler, now)
+    pool_list = pools.distinct_pools(scheduler)
+    return Evidence(
         call=call,
-        monotonic_ns=time.monotonic_ns(),
-        running=len(s.running),
-        waiting=s.get_request_counts()[1],
-        waiting_remote_kv=0,
-        load_finished=0,
-        waiting_other=0,
-        waiting_holding_blocks=0,
-        blocks_total=pools.usable_blocks(ps),
-        blocks_free=pools.free_blocks(ps),
-        blocks_cached=pools.cached_blocks(ps),
-        blocks_orphaned=-1,
-        head=None,
-        holders=[],
-        oldest_waiting_ns=0,
-        paused="",
-        sleeping=False,
+        monotonic_ns=now,
+        running=len(scheduler.running),
+        waiting=found.total,
+        waiting_remote_kv=len(found.loading),
+        load_finished=len(found.load_finished),
+        waiting_other=found.other,
+        waiting_holding_blocks=len(found.holders),
+        blocks_total=pools.usable_blocks(pool_list),
+        blocks_free=pools.free_blocks(pool_list),
+        blocks_cached=pools.cached_blocks(pool_list),
+        blocks_orphaned=waiting.orphaned_blocks(scheduler),
+        head=_head(scheduler, found),
+        holders=_largest(scheduler, found),
+        oldest_waiting_ns=found.oldest_ns,
+        paused=_PAUSED[scheduler.pause_state],
+        sleeping=bool(engine.model_executor.is_sleeping),
         woke_without_reset=False,
         scheduling="running",
         weight_version="",
-        contiguity=pools.head_contiguity(ps, contiguity_blocks),
-        quarantined_requests=0,
-        truncated=False,
+        contiguity=pools.head_contiguity(pool_list, contiguity_blocks) if contiguity_blocks else None,
+        quarantined_requests=guards.quarantined(),
+        truncated=found.truncated,
+        verdict="" if relief.found_instead(scheduler, found) else "HELD_BLOCKS_DEADLOCK",
     )
 
 
-def deadlock(scheduler: Any) -> str:
-    return "not built yet"
+def _head(scheduler: Scheduler, found: waiting.Waiting) -> HeadOfQueue | None:
+    request = found.head
+    if request is None:
+        return None
+    chunk = need.next_chunk_tokens(scheduler, request)
+    return HeadOfQueue(
+        request_id=request.request_id,
+        status=str(request.status),
+        blocks_needed=need.blocks_needed(scheduler, request, chunk),
+        next_chunk_tokens=chunk,
+        blocks_held=waiting.blocks_of(scheduler, request),
+        waiting_ns=found.head_ns,
+    )
 
 
-def relieve_one(scheduler: Any) -> tuple[str, int]:
-    raise LookupError("not built yet")
+def _largest(scheduler: Scheduler, found: waiting.Waiting) -> list[Holder]:
+    rows = [
+        Holder(
+            request_id=request.request_id,
+            status=str(request.status),
+            blocks_held=waiting.blocks_of(scheduler, request),
+            load_finished=waiting.load_has_finished(scheduler, request),
+        )
+        for request in found.holders[: 4 * MAX_HOLDERS]
+    ]
+    return sorted(rows, key=lambda row: -row.blocks_held)[:MAX_HOLDERS]

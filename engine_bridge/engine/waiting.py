@@ -1,0 +1,153 @@
+"""The waiting queues, looked at once, and the blocks that requests hold.
+
+Looked at in the order in which `schedule()` would, so the bound cuts off what has no bearing on the next admission.
+A trap: a request whose load has finished keeps the status of one that waits for a remote until it is scheduled.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
+
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.request import RequestStatus
+
+from engine_bridge.engine import pools, versions
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+MAX_WAITING: Final = 2048
+"""Waiting requests looked at for one answer."""
+
+MAX_HELD: Final = 16_384
+"""Block table entries looked at to count distinct held blocks: about a millisecond."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """The waiting queues, looked at once."""
+
+    total: int
+    loading: list[Request] = field(default_factory=list)
+    """Loads truly in flight."""
+    load_finished: list[Request] = field(default_factory=list)
+    """Status still says waiting for the remote, and the load has finished."""
+    other: int = 0
+    """Waiting for a grammar or for streamed input."""
+    holders: list[Request] = field(default_factory=list)
+    """Holding blocks, in the order in which they would be scheduled."""
+    head: Request | None = None
+    """The first that could be scheduled if there were blocks for it."""
+    head_ns: int = 0
+    """How long the head has waited."""
+    oldest_ns: int = 0
+    """Longest wait."""
+    truncated: bool = False
+
+
+def look(scheduler: Scheduler, now_ns: int) -> Waiting:
+    """Classify the waiting requests."""
+    found = Waiting(total=sum(len(queue) for queue in versions.waiting_queues(scheduler)))
+    found.truncated = found.total > MAX_WAITING
+    finished = scheduler.finished_recving_kv_req_ids
+    seen_before = _first_seen.get(scheduler, {})
+    seen: dict[str, int] = {}
+    for request in islice(_in_order(scheduler), MAX_WAITING):
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            ready = request.request_id in finished
+            (found.load_finished if ready else found.loading).append(request)
+        elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            # Output in flight that is still to be delivered keeps a preempted request back for a step or two.
+            ready = not request.num_stale_output_tokens or request.drop_stale_output
+        else:
+            ready = False
+            found.other += 1
+        if holds_blocks(scheduler, request):
+            found.holders.append(request)
+        if ready and found.head is None:
+            found.head = request
+        since = _queued_ns(request) or seen_before.get(request.request_id, now_ns)
+        seen[request.request_id] = since
+        found.oldest_ns = max(found.oldest_ns, now_ns - since)
+    _first_seen[scheduler] = seen
+    if found.head is not None:
+        found.head_ns = now_ns - seen[found.head.request_id]
+    return found
+
+
+def _in_order(scheduler: Scheduler) -> Iterator[Request]:
+    """Waiting requests as `schedule()` takes them. Since 0.31 those that hold blocks come first; before, those that
+    were skipped do, except that under a priority policy the two queues are merged by priority.
+    """
+    if hasattr(scheduler, "kv_holding_waiting"):
+        return chain(scheduler.kv_holding_waiting, scheduler.waiting)
+    skipped: Iterable[Request] = getattr(scheduler, "skipped_waiting", ())
+    if scheduler.policy == SchedulingPolicy.PRIORITY:
+        return heapq.merge(skipped, scheduler.waiting)
+    return chain(skipped, scheduler.waiting)
+
+
+def holds_blocks(scheduler: Scheduler, request: Request) -> bool:
+    """Whether a request has a block table."""
+    groups = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return any(group.req_to_blocks.get(request.request_id) for group in groups)
+
+
+def blocks_of(scheduler: Scheduler, request: Request) -> int:
+    """Blocks a request holds, over all groups, without null blocks."""
+    groups = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return sum(not block.is_null for group in groups for block in group.req_to_blocks.get(request.request_id, ()))
+
+
+def load_has_finished(scheduler: Scheduler, request: Request) -> bool:
+    """Whether what a waiting holder waits for is blocks, and no longer a remote, a grammar or a client."""
+    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return request.request_id in scheduler.finished_recving_kv_req_ids
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+def orphaned_blocks(scheduler: Scheduler) -> int:
+    """Held blocks that no live request holds: transfers, delayed frees, or a leak. -1 when there are more than
+    MAX_HELD block table entries to look at.
+    """
+    tables = list(_live_tables(scheduler))
+    if sum(map(len, tables)) > MAX_HELD:
+        return -1
+    live = {id(block) for table in tables for block in table if not block.is_null}
+    return pools.held_blocks(pools.distinct_pools(scheduler)) - len(live)
+
+
+def orphaned_at_least(scheduler: Scheduler) -> int:
+    """What is certainly held by no live request, even if no two requests shared a block."""
+    held = pools.held_blocks(pools.distinct_pools(scheduler))
+    return max(0, held - sum(map(len, _live_tables(scheduler))))
+
+
+def _live_tables(scheduler: Scheduler) -> Iterator[list[KVCacheBlock]]:
+    for group in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        for request_id, table in group.req_to_blocks.items():
+            request = scheduler.requests.get(request_id)
+            if request is not None and not RequestStatus.is_finished(request.status):
+                yield table
+
+
+_first_seen: WeakKeyDictionary[Scheduler, dict[str, int]] = WeakKeyDictionary()
+"""When each request now waiting was first seen to wait, CLOCK_MONOTONIC ns. Only for engines that record no events
+(`--disable-log-stats`): a request's own arrival time is wall-clock time, which may jump.
+"""
+
+
+def _queued_ns(request: Request) -> int:
+    """When the request was queued, or last preempted; 0 when this engine does not record it."""
+    for event in request.events:
+        if event.type in (EngineCoreEventType.QUEUED, EngineCoreEventType.PREEMPTED):
+            return int(event.timestamp * 1e9)
+    return 0
