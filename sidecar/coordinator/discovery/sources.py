@@ -1,0 +1,83 @@
+"""From what a person wrote to a discovery: addresses, dns:///, endpoints:///, pods:///, an inventory, or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sidecar.coordinator.discovery import Discovery, DiscoveryError
+from sidecar.coordinator.discovery.dns import DnsDiscovery
+from sidecar.coordinator.discovery.static import InventoryDiscovery, StaticDiscovery
+from sidecar.coordinator.targets import Discovered, Target
+from sidecar.rpc import addresses
+
+FORMS = "[NAME=]ADDRESS, dns:///name:port, endpoints:///NAMESPACE/SERVICE[:PORT] or pods:///NAMESPACE?selector=LABELS"
+
+
+class JoinedDiscovery:
+    """Several sources as one: `--target a --target dns:///b:7700`."""
+
+    def __init__(self, sources: Sequence[Discovery]) -> None:
+        self._sources = tuple(sources)
+
+    async def targets(self) -> Discovered:
+        """All of them; the first to give an address wins. Incomplete when any source is."""
+        found: dict[str, Target] = {}
+        incomplete = False
+        warnings: list[str] = []
+        for source in self._sources:
+            try:
+                part = await source.targets()
+            except DiscoveryError as error:
+                if len(self._sources) == 1:
+                    raise
+                incomplete = True
+                warnings.append(str(error))
+                continue
+            incomplete |= part.incomplete
+            warnings.extend(part.warnings)
+            for target in part.targets:
+                found.setdefault(target.address, target)
+        if not found and warnings:
+            raise DiscoveryError("; ".join(warnings))
+        return Discovered(tuple(found.values()), incomplete, tuple(warnings))
+
+    def describe(self) -> str:
+        """Every source."""
+        return " and ".join(source.describe() for source in self._sources)
+
+
+def discovery_of(targets: Sequence[str] = (), inventory: str | Path = "", server_name: str = "") -> Discovery:
+    """A discovery for texts of FORMS, and for an inventory file.
+
+    `server_name`: expected in the certificates of pods, which are called by address. ValueError or DiscoveryError when
+    a text is none of these.
+    """
+    sources: list[Discovery] = [InventoryDiscovery(Path(inventory))] if inventory else []
+    listed: list[Target] = []
+    for text in targets:
+        if text.startswith("dns:"):
+            sources.append(DnsDiscovery(text))
+        elif text.startswith(("endpoints:", "pods:")):
+            sources.append(_kubernetes(text, server_name))
+        else:
+            listed.append(_target(text))
+    if listed:
+        sources.insert(0, StaticDiscovery(listed))
+    return sources[0] if len(sources) == 1 else JoinedDiscovery(sources)
+
+
+def _kubernetes(url: str, server_name: str) -> Discovery:
+    # Start-up time, and an HTTP client that only Kubernetes needs.
+    from sidecar.coordinator.discovery import kube_access, kube_api, kubernetes
+
+    return kubernetes.from_url(url, kube_api.Api(kube_access.find()), server_name)
+
+
+def _target(text: str) -> Target:
+    name, separator, address = text.partition("=")
+    if not separator:
+        name, address = "", text
+    if separator and not name:
+        raise ValueError(f"target {text!r} has no name before '='; expected {FORMS}")
+    return Target(address=addresses.parse(address, what="target").target, name=name)
