@@ -1,0 +1,240 @@
+"""The coordinator as a process: what it is made of, in which order it starts and ends.
+
+Start: the store's lock, addresses and certificates first, so that a second coordinator or a taken port ends the process
+before anything is served. Then what the last coordinator left unfinished is taken up, and health says SERVING once
+discovery has answered. End, on SIGTERM: health goes down, no further target is started, calls under way may end within
+the grace, and the rest waits in the store for whoever starts next. A second SIGTERM leaves at once.
+
+A store that is corrupt does not keep the process from starting: reads are served as far as they go, and everything that
+would need a record is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+from http import HTTPStatus
+from pathlib import Path
+from typing import Final
+
+from kvctl.v1 import fleet_pb2_grpc
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from engine_bridge import __version__
+from sidecar.coordinator.channels import Channels
+from sidecar.coordinator.config import Config
+from sidecar.coordinator.discovery import Discovery
+from sidecar.coordinator.discovery.sources import discovery_of
+from sidecar.coordinator.metrics import CoordinatorMetrics
+from sidecar.coordinator.operations import Operations, Retention
+from sidecar.coordinator.roster import Roster
+from sidecar.coordinator.schema import StoreError
+from sidecar.coordinator.service import RULES, SERVICE, FleetAdmin
+from sidecar.coordinator.store import Store, StoreLock
+from sidecar.rpc import addresses, logs
+from sidecar.rpc import server as rpc_server
+from sidecar.rpc.addresses import Address
+from sidecar.rpc.health import Health
+from sidecar.rpc.plain_http import Page, PlainHttp
+from sidecar.rpc.server import CannotListen, ServerSettings
+
+LOG: Final = logging.getLogger("kvctl.coordinator")
+
+_PRUNE_EVERY_S: Final = 3600.0
+_CLOSE_S: Final = 0.5
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. OSError, ValueError and StoreError say why it could not start."""
+    logs.configure(config.log_format, config.log_level)
+    return asyncio.run(Application(config).run())
+
+
+def check(config: Config) -> str:
+    """Everything that can be checked without serving; OSError, ValueError or StoreError name what is wrong."""
+    settings = server_settings(config)
+    rpc_server.check_exposure(settings)
+    rpc_server.check_free(settings)
+    if settings.tls is not None:
+        settings.tls.credentials()
+    if config.metrics is not None and (why := addresses.why_not_bindable(config.metrics)):
+        raise CannotListen(why)
+    discovery = discovery_of(config.sources, config.inventory or "", config.replica_server_name)
+    found = asyncio.run(discovery.targets())
+    _make_folder(config.store)
+    StoreLock(config.store).release()
+    lines = {
+        "replicas": f"{discovery.describe()}: {len(found.targets)} now",
+        "store": str(config.store),
+        "keeps": f"{config.keep_operations} ended operations, {config.keep_for / 86400:g} days",
+        "grpc": ", ".join(str(address) for address in settings.listen),
+        "tls": "mutual" if config.tls_client_ca else "yes" if config.tls_cert else "no",
+        "callers": config.server_security.describe(),
+        "metrics": str(config.metrics) if config.metrics else "off",
+        "grace": f"{config.grace:g} s",
+    }
+    notes = [f"  note: {warning}" for warning in found.warnings]
+    return "\n".join(["settings are valid", *(f"  {key:<8} {value}" for key, value in lines.items()), *notes])
+
+
+def server_settings(config: Config) -> ServerSettings:
+    """How to listen and whom to serve. OSError or ValueError when a token file cannot be used."""
+    security = config.server_security
+    return ServerSettings(
+        config.listen,
+        security.authorizer(RULES),
+        security.tls(),
+        config.insecure,
+        config.max_calls,
+        reflection=(SERVICE,),
+    )
+
+
+class Application:
+    """One coordinator. `run` may be called once."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._stop = asyncio.Event()
+        self._signals = 0
+
+    async def run(self) -> int:
+        """From start to end."""
+        self._take_signals()
+        config = self._config
+        settings = server_settings(config)
+        rpc_server.check_exposure(settings)
+        discovery = discovery_of(config.sources, config.inventory or "", config.replica_server_name)
+        _make_folder(config.store)
+        store = Store(config.store)
+        channels = Channels(config.client_security)
+        try:
+            return await self._serve(settings, discovery, store, channels)
+        finally:
+            await channels.close()
+            await store.close()
+            LOG.info("stopped")
+
+    async def _serve(self, settings: ServerSettings, discovery: Discovery, store: Store, channels: Channels) -> int:
+        config = self._config
+        self._store = store
+        self._metrics = CoordinatorMetrics()
+        retention = Retention(config.keep_operations, config.keep_for)
+        self._operations = Operations(store, discovery, channels, self._metrics, retention)
+        self._roster = Roster(discovery, channels, self._metrics)
+        self._health = Health(SERVICE)
+        server = rpc_server.build(settings)
+        service = FleetAdmin(self._operations, discovery, channels)
+        fleet_pb2_grpc.add_FleetAdminServicer_to_server(service, server)
+        self._health.register(server)
+        rpc_server.add_reflection(server, settings)
+        bound = rpc_server.bind(server, settings)
+        http = PlainHttp({"/metrics": self._metrics_page, "/livez": self._livez, "/readyz": self._readyz})
+        background: list[asyncio.Task[None]] = []
+        try:
+            metrics_at = await http.start(config.metrics) if config.metrics is not None else None
+            await self._resume()
+            await server.start()
+            background = [
+                asyncio.create_task(self._roster.run(lambda: self._health.set_serving(True))),
+                asyncio.create_task(self._prune_now_and_then()),
+            ]
+            LOG.info(
+                "serving address=%s metrics=%s store=%s discovery=%r pid=%d version=%s",
+                ",".join(str(address) for address in bound),
+                metrics_at or "off",
+                config.store,
+                discovery.describe(),
+                os.getpid(),
+                __version__,
+            )
+            if not settings.authorizer.enforced and not all(address.is_local for address in bound):
+                LOG.warning("serving other machines without credentials: anyone who can connect is admin")
+            if config.ready_file is not None:
+                _write_ready(config.ready_file, bound, metrics_at)
+            await self._stop.wait()
+            LOG.info("stopping grace_s=%.1f", config.grace)
+            self._health.drain()
+            await self._operations.drain(config.grace)
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            await server.stop(_CLOSE_S)
+            await http.close()
+            rpc_server.remove_unix_sockets(settings)
+            if config.ready_file is not None:
+                config.ready_file.unlink(missing_ok=True)
+        return 0
+
+    async def _resume(self) -> None:
+        if self._store.trouble:
+            LOG.error("store unusable, nothing will be recorded or changed: %s", self._store.trouble)
+        try:
+            resumed = await self._operations.resume_all()
+        except StoreError as error:
+            LOG.error("unfinished operations cannot be read: %s", error)
+            return
+        if resumed:
+            LOG.info("operations resumed count=%d", resumed)
+
+    async def _prune_now_and_then(self) -> None:
+        while True:
+            await self._operations.prune()
+            await asyncio.sleep(_PRUNE_EVERY_S)
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            LOG.warning("second signal: leaving at once")
+            os._exit(1)
+        self._stop.set()
+
+    # --- pages ---------------------------------------------------------------------------------------------------
+
+    def _livez(self) -> Page:
+        return Page(b"alive\n")
+
+    def _readyz(self) -> Page:
+        if self._health.serving:
+            note = f"note: {self._store.trouble}\n" if self._store.trouble else ""
+            return Page(f"ready\n{note}".encode())
+        why = "shutting down" if self._signals else self._roster.trouble
+        return Page(f"{why}\n".encode(), HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _metrics_page(self) -> Page:
+        self._metrics.store_failed.set(bool(self._store.trouble))
+        self._metrics.active.set(self._operations.active)
+        return Page(self._metrics.exposition(), content_type=CONTENT_TYPE_LATEST)
+
+
+def _make_folder(store: Path) -> None:
+    try:
+        store.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"the folder of the store {store} cannot be made by uid {os.getuid()}: {error.strerror}"
+        ) from error
+
+
+def _write_ready(path: Path, bound: list[Address], metrics_at: Address | None) -> None:
+    """Whole or not at all: whoever waits for the file must not read half of it."""
+    content = {
+        "pid": os.getpid(),
+        "listen": [str(address) for address in bound],
+        "metrics": str(metrics_at) if metrics_at else "",
+    }
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    partial.rename(path)
