@@ -36,6 +36,8 @@ class Thresholds:
 
     stall_ns: int = 5 * SECOND
     """No token for this long, with work there and the loop turning, is a standstill."""
+    blind_stall_ns: int = 30 * SECOND
+    """The same where the engine's phase is unknown (HTTP): a long step then looks like a standstill."""
     hung_ns: int = 60 * SECOND
     """The engine thread in one step or operation for this long is hung. A long prefill on a slow device may
     need more."""
@@ -119,6 +121,11 @@ class View:
     def still_ns(self) -> int:
         """Length of the present standstill."""
         return max(self.now_ns - self.still_since_ns, 0)
+
+    @property
+    def stall_ns(self) -> int:
+        """How much turning without progress is a standstill here."""
+        return self.limits.stall_ns if self.page.phase >= 0 else self.limits.blind_stall_ns
 
     @property
     def phase_ns(self) -> int:

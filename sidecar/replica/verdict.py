@@ -43,7 +43,7 @@ def judge(history: History, now_ns: int, thresholds: Thresholds) -> Judgement:
     view = _view(history, last, page, now_ns, thresholds)
     finding = next((found for rule in _RULES if (found := rule(view)) is not None), None)
     if finding is None:
-        finding = Finding(Verdict.UNKNOWN, explain.undecided(view.page, view.still_ns, thresholds.stall_ns))
+        finding = Finding(Verdict.UNKNOWN, explain.undecided(view.page, view.still_ns, view.stall_ns))
     return _settled(history, now_ns, finding, _warnings(view), view.rate("tokens_scheduled"))
 
 
@@ -188,7 +188,7 @@ def _moving(view: View) -> Finding | None:
     """Tokens were scheduled within the stall threshold, or a step that will schedule some is still running."""
     page = view.page
     in_step = view.turning_ns < view.still_ns
-    if view.turning_ns >= view.limits.stall_ns:
+    if view.turning_ns >= view.stall_ns:
         return None
     progressed = page.last_progress_ns > 0 and (
         page.last_progress_ns >= view.still_since_ns or view.now_ns - page.last_progress_ns <= view.limits.linger_ns
@@ -202,7 +202,7 @@ def _moving(view: View) -> Finding | None:
 
 def _flow_text(view: View) -> str:
     if view.still_ns > 2 * view.limits.linger_ns:
-        return explain.undecided(view.page, view.still_ns, view.limits.stall_ns)
+        return explain.undecided(view.page, view.still_ns, view.stall_ns)
     return explain.flowing(view.page, view.rate("tokens_scheduled"))
 
 
@@ -221,7 +221,7 @@ def _thrashing(view: View) -> Finding | None:
     if rises < (1 if already else view.limits.thrash_spread) or outputs >= limit * preempted:
         return None
     text = explain.thrashing(preempted, outputs, view.window_s)
-    return Finding(Verdict.THRASHING, text, stalled=outputs == 0 and view.window_s * SECOND >= view.limits.stall_ns)
+    return Finding(Verdict.THRASHING, text, stalled=outputs == 0 and view.window_s * SECOND >= view.stall_ns)
 
 
 def _degraded(view: View) -> Finding | None:
@@ -283,7 +283,7 @@ def _waits_on_remote(view: View) -> Finding | None:
 
 def _standstill(view: View) -> Finding | None:
     """Work, a turning loop, no tokens. vllm#45414: an empty pool is no reason to call that healthy."""
-    if view.turning_ns < view.limits.stall_ns and not _has_not_moved_since_stall(view):
+    if view.turning_ns < view.stall_ns and not _has_not_moved_since_stall(view):
         return None
     return _cause(view)
 
@@ -306,7 +306,10 @@ def _cause(view: View) -> Finding:
     evidence, since = view.evidence, view.still_since_ns
     if evidence is None:
         text = explain.standstill_unexplained(view.page, view.still_ns, view.last)
-        return Finding(Verdict.UNKNOWN, text, stalled=True, since_ns=since)
+        # All of them deferred may be remote loads or sessions waiting for their clients, which end by themselves.
+        deferred = view.page.running == 0 and view.page.deferred >= view.page.waiting > 0
+        stalled = not deferred or view.still_ns >= view.limits.remote_ns
+        return Finding(Verdict.UNKNOWN, text, stalled=stalled, since_ns=since)
     if evidence.running > 0:
         return Finding(Verdict.UNKNOWN, explain.running_stuck(evidence, view.still_ns), stalled=True, since_ns=since)
     head = evidence.head
