@@ -22,6 +22,7 @@ from engine_bridge import protocol
 from sidecar.backends.engine import Answered, EngineBackend, EngineSet, Liveness, Lost, Submitted, Unreachable
 from sidecar.replica.aggregate import EngineAnswer, Folded, fold
 from sidecar.replica.audit import AuditLog, Value
+from sidecar.replica.operations_pause import undo
 from sidecar.replica.operations_recall import blank, cannot_tell, learn, recalled, replayed, restarted, same
 from sidecar.replica.requests import Wanted
 from sidecar.rpc.auth import Caller, Role
@@ -85,6 +86,7 @@ class Operations:
         self._observer = observer
         self._expected = expected_engines
         self._records: OrderedDict[str, Operation] = OrderedDict()
+        self._current: Operation | None = None
         self._stopping = False
 
     # --- running -------------------------------------------------------------------------------------------------
@@ -111,6 +113,7 @@ class Operations:
         targets = self._targets(record)
         self._audit.begin(caller, peer, wanted.kind, wanted.request_id, arguments(wanted, targets))
         self._remember(record)
+        self._current = record
         # Created before anything is awaited: from here on the id joins and every other operation is told "busy".
         record.task = asyncio.create_task(
             self._run(record, targets, deadline.for_next_hop()), name=f"{wanted.kind} {wanted.request_id}"
@@ -119,7 +122,7 @@ class Operations:
 
     def running(self) -> Operation | None:
         """The operation under way."""
-        return next((record for record in reversed(self._records.values()) if record.running), None)
+        return self._current if self._current is not None and self._current.running else None
 
     async def stop(self, grace_s: float) -> None:
         """Take nothing new; let what runs end within the grace, withdrawing it before the grace is over if it waits."""
@@ -135,6 +138,9 @@ class Operations:
                 *(engine.cancel(record.wanted.request_id, deadline_ns) for engine in self._engines.engines())
             )
             await asyncio.wait({record.task}, timeout=grace_s * 0.2)
+        if record.running:
+            record.task.cancel()  # it ends as unknown, on record and in the audit log
+            await asyncio.wait({record.task}, timeout=1.0)
 
     def _refuse_when_stopping(self) -> None:
         if self._stopping:
@@ -180,17 +186,28 @@ class Operations:
     async def _run(self, record: Operation, targets: Sequence[EngineBackend], deadline: Deadline) -> None:
         began = time.monotonic()
         wanted = record.wanted
-        submitted = await asyncio.gather(*(self._submit(engine, wanted.mutation, deadline) for engine in targets))
+        submitted: list[Submitted]
+        try:
+            submitted = await asyncio.gather(*(self._submit(engine, wanted.mutation, deadline) for engine in targets))
+        except asyncio.CancelledError:
+            # The one who cancels is `stop`, at the end of the grace: what is not known is recorded as not known.
+            unknown = "this sidecar shut down before the engine had answered; ask again by request id"
+            submitted = [Lost("unknown", unknown) for _ in targets]
         for engine, answer in zip(targets, submitted, strict=True):
             record.answers[engine.key] = EngineAnswer(
                 engine.rank, engine.incarnation, answer, alive_after=engine.liveness() is not Liveness.DEAD
             )
 
-        record.folded = fold(wanted.kind, wanted.request_id, self._complete(record), wanted.mutation)
+        folded = fold(wanted.kind, wanted.request_id, self._complete(record), wanted.mutation)
+        if wanted.kind == "pause" and not folded.ok:
+            present = {engine.key: engine for engine in self._engines.engines()}
+            record.answers.update(await undo(wanted.request_id, record.answers, present))
+            folded = fold(wanted.kind, wanted.request_id, self._complete(record), wanted.mutation)
+        record.folded = folded
         if not any(answer.reached for answer in record.answers.values()):
             # No engine has seen it: the id is not used up, and a retry is a first try.
             self._records.pop(wanted.request_id, None)
-        self._account(record, record.folded, time.monotonic() - began)
+        self._account(record, folded, time.monotonic() - began)
 
     async def _submit(self, engine: EngineBackend, mutation: protocol.Mutation, deadline: Deadline) -> Submitted:
         try:

@@ -91,7 +91,7 @@ class Gate(grpc.aio.ServerInterceptor):
             else:
                 wrapped = self._writing(method, cast("WritingHandler", handler.unary_stream))
             return grpc.unary_stream_rpc_method_handler(
-                wrapped,  # type: ignore[arg-type]  # grpc.aio takes both kinds, its stubs only the blocking one
+                wrapped,  # grpc.aio takes both kinds
                 handler.request_deserializer,
                 handler.response_serializer,
             )

@@ -42,7 +42,7 @@ class EngineProcess:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def do(self, name: str, **arguments: Any) -> dict[str, Any]:
+    def do(self, name: str, /, **arguments: Any) -> dict[str, Any]:
         """Run a command of control.py; RuntimeError when it failed."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": name, **arguments}) + "\n")
