@@ -1,0 +1,231 @@
+"""The operator as a process: kopf watches, a Lease says who acts, the controller runs.
+
+kopf is used for what it is best at, watching resources through every kind of interruption, with event handlers only:
+those add no finalizer and no annotation, so that a CacheOperation can be deleted at any time, also while no operator
+runs. What must be on record is written by the journal, not through kopf's patches, because it has to be there before
+a call and not after the handler.
+
+On SIGTERM the lease is given back at once; runs are dropped, and the next leader goes on with what is on record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import uuid
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Final
+
+import kopf
+import msgspec
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from engine_bridge import __version__
+from sidecar.coordinator.channels import Channels
+from sidecar.coordinator.discovery import DiscoveryError, kube_access, kubernetes
+from sidecar.coordinator.discovery.kube_access import Access
+from sidecar.coordinator.discovery.kube_api import Api
+from sidecar.coordinator.discovery.kube_rows import Pod
+from sidecar.coordinator.discovery.kubernetes import KubernetesDiscovery
+from sidecar.coordinator.discovery.sources import JoinedDiscovery
+from sidecar.coordinator.metrics import CoordinatorMetrics
+from sidecar.coordinator.roster import Roster
+from sidecar.operator.config import Config
+from sidecar.operator.controller import Controller
+from sidecar.operator.events import Announcer
+from sidecar.operator.lease import Election, Timing
+from sidecar.operator.login import connection
+from sidecar.operator.reset_on import RESET_ON, ResetOn
+from sidecar.operator.resource import GROUP, PLURAL, VERSION, read
+from sidecar.operator.run import Surroundings
+from sidecar.rpc import logs
+from sidecar.rpc.plain_http import Page, PlainHttp
+
+LOG: Final = logging.getLogger("kvctl.operator")
+
+SIDECAR_SELECTOR: Final = "kvctl.dev%2Fsidecar%3Dtrue"
+"""Label of pods with a sidecar (deploy/kustomize/components/sidecar), as in a URL."""
+
+Body = Mapping[str, object]
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. OSError and DiscoveryError say why it could not start."""
+    logs.configure(config.log_format, config.log_level)
+    return asyncio.run(Operator(config, kube_access.find()).run())
+
+
+class Operator:
+    """One operator process. `run` may be called once."""
+
+    def __init__(self, config: Config, access: Access, *, timing: Timing | None = None) -> None:
+        """`timing`: of the Lease; tests are less patient."""
+        self._config = config
+        self._api = Api(access)
+        self._namespace = config.namespace or access.namespace
+        identity = f"{config.identity}-{uuid.uuid4().hex[:8]}"
+        self._metrics = CoordinatorMetrics()
+        self._channels = Channels(config.client_security)
+        self._sources = self._discoveries()
+        self._discovery = self._sources[0] if len(self._sources) == 1 else JoinedDiscovery(self._sources)
+        self._election = Election(self._api, self._namespace, config.lease, identity, timing=timing)
+        self._around = Surroundings(
+            self._api,
+            self._discovery,
+            self._channels,
+            self._metrics,
+            Announcer(self._api, identity),
+            self._election.leads,
+            config.replica_server_name,
+        )
+        self.controller = Controller(self._around)
+        self._reset_on = ResetOn(self._api)
+        self._pods: dict[str, Pod] = {}
+        self._roster = Roster(self._discovery, self._channels, self._metrics)
+        self._stop = asyncio.Event()
+        self._watching = asyncio.Event()
+
+    def _discoveries(self) -> list[KubernetesDiscovery]:
+        urls = self._config.discovery or [f"pods:///{self._namespace}?selector={SIDECAR_SELECTOR}"]
+        return [kubernetes.from_url(url, self._api, self._config.replica_server_name) for url in urls]
+
+    def stop(self) -> None:
+        """End `run`."""
+        self._stop.set()
+
+    async def run(self) -> int:
+        """From start to end."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        return await self.serve()
+
+    async def serve(self) -> int:
+        """Run until `stop`, leaving signals alone."""
+        config = self._config
+        http = PlainHttp({"/metrics": self._metrics_page, "/livez": self._livez, "/readyz": self._readyz})
+        metrics_at = await http.start(config.metrics) if config.metrics is not None else None
+        for source in self._sources:
+            source.start()
+        tasks = [
+            asyncio.create_task(self._watch(), name="watch"),
+            asyncio.create_task(self._elect(), name="lease"),
+            asyncio.create_task(self._roster.run(lambda: None), name="roster"),
+        ]
+        LOG.info("serving namespace=%s metrics=%s version=%s", self._namespace, metrics_at or "off", __version__)
+        if config.ready_file is not None:
+            config.ready_file.write_text(json.dumps({"pid": os.getpid(), "metrics": str(metrics_at or "")}) + "\n")
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            ended, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in ended - {stopping}:
+                task.result()  # a task that ends by itself has raised: the process must not go on without it
+            return 0
+        finally:
+            LOG.info("stopping")
+            for task in (stopping, *tasks):
+                task.cancel()
+            await asyncio.gather(stopping, *tasks, return_exceptions=True)
+            for source in self._sources:
+                await source.stop()
+            await http.close()
+            await self._channels.close()
+            await self._api.close()
+            if config.ready_file is not None:
+                config.ready_file.unlink(missing_ok=True)
+
+    # --- leading -------------------------------------------------------------------------------------------------
+
+    async def _elect(self) -> None:
+        await self._watching.wait()
+        await self._election.run(self._lead, self.controller.stop)
+
+    async def _lead(self) -> None:
+        await self.controller.lead()
+        for pod in list(self._pods.values()):
+            await self._reset_on.seen(pod)
+
+    # --- watching ------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        registry = kopf.OperatorRegistry()
+        settings = kopf.OperatorSettings()
+        settings.posting.enabled = False  # events are posted by `events`
+        settings.scanning.disabled = True  # the CRD and the namespace are there before the operator is
+        settings.watching.server_timeout = 290
+        kopf.on.login(registry=registry)(self._login)
+        kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)(self._operation_event)
+        kopf.on.event("", "v1", "pods", annotations={RESET_ON: kopf.PRESENT}, registry=registry)(self._pod_event)
+        self._watching.set()
+        await kopf.operator(
+            registry=registry,
+            settings=settings,
+            standalone=True,
+            namespaces=[self._namespace],
+            stop_flag=asyncio.Event(),
+        )
+        raise RuntimeError("the watch has ended")
+
+    def _login(self, **_: object) -> kopf.ConnectionInfo:
+        return connection(self._api.access)
+
+    async def _operation_event(self, event: Body, **_: object) -> None:
+        body = event["object"]
+        assert isinstance(body, Mapping)
+        try:
+            resource = read(body)
+        except ValueError as error:
+            LOG.error("%s", error)
+            return
+        if event.get("type") == "DELETED":
+            await self.controller.gone(resource.metadata.uid)
+        else:
+            await self.controller.seen(resource)
+
+    async def _pod_event(self, event: Body, **_: object) -> None:
+        body = event["object"]
+        assert isinstance(body, Mapping)
+        pod = msgspec.convert(dict(body), type=Pod)
+        if event.get("type") == "DELETED":
+            self._pods.pop(pod.metadata.uid, None)
+            return
+        self._pods[pod.metadata.uid] = pod
+        if self._election.leads():
+            await self._reset_on.seen(pod)
+
+    # --- pages ---------------------------------------------------------------------------------------------------
+
+    def _livez(self) -> Page:
+        return Page(b"alive\n")
+
+    def _readyz(self) -> Page:
+        if self._watching.is_set():
+            return Page(b"leading\n" if self._election.leads() else b"standing by\n")
+        return Page(b"not watching yet\n", HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _metrics_page(self) -> Page:
+        self._metrics.active.set(self.controller.active)
+        return Page(self._metrics.exposition(), content_type=CONTENT_TYPE_LATEST)
+
+
+def check(config: Config) -> str:
+    """Everything that can be checked without serving; OSError, ValueError or DiscoveryError name what is wrong."""
+    access = kube_access.find()
+
+    async def look() -> list[str]:
+        operator = Operator(config, access)
+        try:
+            found = await operator._discovery.targets()
+        finally:
+            await operator._api.close()
+        return [f"  replicas   {operator._discovery.describe()}: {len(found.targets)} now"]
+
+    try:
+        lines = asyncio.run(look())
+    except DiscoveryError as error:
+        raise DiscoveryError(f"{access.server}: {error}") from error
+    return "\n".join(["settings are valid", f"  api        {access.server}", *lines])

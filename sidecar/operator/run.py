@@ -1,0 +1,340 @@
+"""One CacheOperation from what the API server has of it to its end.
+
+Three beginnings, one way: a new resource is resolved and its plan (every target with its pod uid and address) goes on
+record before anything is called; one with a plan goes on from it, over the very same targets; one that cannot mean
+anything ends as Failed with one sentence. The rest is the coordinator's own execution with the resource as its journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Final
+
+from kvctl.v1 import fleet_pb2
+
+from sidecar.coordinator import resolution
+from sidecar.coordinator.channels import Channels
+from sidecar.coordinator.discovery import Discovery, DiscoveryError
+from sidecar.coordinator.discovery.kube_api import Api
+from sidecar.coordinator.execution import Execution
+from sidecar.coordinator.fanout import GrpcReplicas
+from sidecar.coordinator.metrics import CoordinatorMetrics
+from sidecar.coordinator.port import Aim, JournalError, Recorded
+from sidecar.coordinator.rollout import PolicyError
+from sidecar.coordinator.selectors import SelectorError, read_targets
+from sidecar.operator import status
+from sidecar.operator.journal import ResourceJournal, StatusWriter
+from sidecar.operator.resource import Entry, Phase, Resource, operation_id, operation_spec
+from sidecar.operator.status import Patch
+
+LOG: Final = logging.getLogger(__name__)
+
+_DISCOVERY_BACKOFF_S: Final = (0.5, 1.0, 2.0, 5.0)
+_STORE_RETRIES_S: Final = (0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class NotToRun(Exception):  # noqa: N818 - an ending, read as a sentence
+    """The operation ends without calling anybody. The text is for a person."""
+
+    def __init__(self, phase: Phase, reason: str, message: str) -> None:
+        """`reason`: CamelCase, for the event."""
+        super().__init__(message)
+        self.phase: Phase = phase
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Plan:
+    """The targets of one operation, as they are on record."""
+
+    ledger: dict[str, Entry]
+    aims: list[Aim]
+    results: dict[str, fleet_pb2.TargetResult] = field(default_factory=dict)
+    """Targets that have ended: those never to be called, and those of before a restart."""
+    recorded: dict[str, Recorded] = field(default_factory=dict)
+    incomplete: bool = False
+    warnings: list[str] = field(default_factory=list)
+    started: str = ""
+
+    @property
+    def pods(self) -> set[str]:
+        """Uids of the pods that it calls; what two operations are compared by."""
+        return {entry.uid or name for name, entry in self.ledger.items() if not entry.outcome}
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What every run of one operator shares."""
+
+    api: Api
+    discovery: Discovery
+    channels: Channels
+    metrics: CoordinatorMetrics
+    announce: Callable[[Resource, str, str, str], Awaitable[None]]
+    """Post an event: resource, "Normal" or "Warning", reason, message."""
+    leads: Callable[[], bool]
+    """Whether this process holds the lease now."""
+    server_name: str = ""
+    """Name expected in the sidecars' certificates."""
+
+
+def now() -> str:
+    """The time for people, RFC 3339."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Run:
+    """One run. `admit` is asked once the targets are known, and may raise NotToRun or wait for its turn."""
+
+    def __init__(self, resource: Resource, around: Surroundings, admit: Callable[[Run], Awaitable[None]]) -> None:
+        self.resource = resource
+        self.plan: Plan | None = None
+        self.execution: Execution | None = None
+        self.admitted = False
+        """Whether the concurrency policy has let it in."""
+        self.done = asyncio.Event()
+        """Set when it has ended here, whatever the reason."""
+        self._around = around
+        self._admit = admit
+        self._writer = StatusWriter(around.api, resource, around.leads)
+        self._replicas: GrpcReplicas | None = None
+        self._cancelled = ""
+        self._held = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended here."""
+        return self.done.is_set()
+
+    # --- from outside --------------------------------------------------------------------------------------------
+
+    async def cancel(self, why: str, *, gone: bool = False) -> None:
+        """Start no further target and take back what has had no effect yet. `gone`: nothing can be recorded."""
+        self._cancelled = why
+        if gone:
+            self._writer.detach(why)
+        if self.execution is not None:
+            self.execution.cancel(why)
+        if self._replicas is not None:
+            await self._replicas.withdraw()
+
+    async def hold(self, held: bool) -> None:
+        """Suspend, or go on; shown in the phase."""
+        if held == self._held:
+            return
+        self._held = held
+        if self.execution is None:
+            return
+        if held:
+            self.execution.hold()
+        else:
+            self.execution.release()
+        await self._try_write({"phase": "Suspended" if held else "Running", **self._generation()})
+
+    async def go(self) -> Phase | None:
+        """Run to the end. None when it did not end here: the resource is gone, or another process leads."""
+        try:
+            return await self._go()
+        except NotToRun as ending:
+            await self._finish(ending.phase, [], str(ending), reason=ending.reason)
+            return ending.phase
+        except JournalError as error:
+            LOG.warning("%s: %s", self.resource.key, error)
+            return None
+        finally:
+            self.done.set()
+
+    # --- the way -------------------------------------------------------------------------------------------------
+
+    async def _go(self) -> Phase | None:
+        resource, spec = self.resource, self._asked()
+        resumed = self.admitted = bool(resource.status.operation_id)
+        self._held = self._held or resource.spec.suspend
+        self.plan = plan = self._recorded_plan() if resumed else await self._new_plan(spec)
+        if not resumed:
+            if resource.spec.cancel or self._cancelled:
+                raise NotToRun("Cancelled", "Cancelled", self._cancelled or "cancelled before it was started")
+            await self._admit(self)
+        journal = ResourceJournal(self._writer, plan.ledger, plan.results)
+        if not resumed:
+            await self._put_plan_on_record(plan, journal)
+        self._replicas = GrpcReplicas(self._around.channels)
+        identity = operation_id(resource.metadata.uid, resource.spec.step)
+        self.execution = Execution(
+            identity, spec, plan.aims, self._replicas, journal=journal, recorded=plan.recorded, on_change=self._changed
+        )
+        if resource.spec.cancel or self._cancelled:
+            self.execution.cancel(self._cancelled or "the CacheOperation was cancelled")
+        if self._held:
+            self.execution.hold()
+        LOG.info("%s: %s over %d targets%s", resource.key, spec, len(plan.aims), ", resumed" if resumed else "")
+        await self.execution.run()
+        if self._writer.detached:
+            return None
+        results = {**plan.results, **self.execution.results}
+        plan.warnings.extend(self.execution.warnings)
+        phase = status.final_phase(results.values(), incomplete=plan.incomplete)
+        message = status.summary(phase, list(results.values()), len(plan.ledger))
+        journal.results = results
+        await self._finish(phase, list(results.values()), message, shown=journal.shown())
+        self._around.metrics.operation_ended(_ended(spec, phase))
+        return phase
+
+    def _asked(self) -> fleet_pb2.OperationSpec:
+        try:
+            return operation_spec(self.resource.spec)
+        except ValueError as error:
+            raise NotToRun("Failed", "InvalidSpec", str(error)) from error
+
+    async def _new_plan(self, spec: fleet_pb2.OperationSpec) -> Plan:
+        resolved = await self._resolve(spec)
+        uids = {aim.name: aim.identity for aim in resolved.aims}
+        ledger = {aim.name: Entry(uids[aim.name], aim.address) for aim in resolved.aims}
+        results = {}
+        for row in resolved.apart:
+            name = row.replica if row.replica not in ledger else f"{row.replica}@{row.address}"
+            row.replica = name
+            ledger[name] = status.entry_of(row, "")
+            results[name] = row
+        if len(ledger) > status.MAX_TARGETS:
+            raise NotToRun(
+                "Failed",
+                "TooManyTargets",
+                f"{len(ledger)} targets; one CacheOperation holds {status.MAX_TARGETS}: split it by a selector",
+            )
+        return Plan(ledger, list(resolved.aims), results, {}, resolved.incomplete, list(resolved.warnings), now())
+
+    async def _resolve(self, spec: fleet_pb2.OperationSpec) -> resolution.Resolved:
+        """Discovery in trouble is waited for, a selection that means nothing is an ending."""
+        attempt = 0
+        while True:
+            try:
+                selection = read_targets(spec.targets)
+                discovered = await self._around.discovery.targets()
+                return await resolution.resolve(selection, discovered, self._around.channels)
+            except (SelectorError, PolicyError) as error:
+                raise NotToRun("Failed", "InvalidSpec", str(error)) from error
+            except DiscoveryError as error:
+                if self._cancelled:
+                    raise NotToRun("Cancelled", "Cancelled", self._cancelled) from error
+                await self._try_write({"phase": "Pending", "message": str(error)[: status.MAX_MESSAGE]})
+                await asyncio.sleep(_DISCOVERY_BACKOFF_S[min(attempt, len(_DISCOVERY_BACKOFF_S) - 1)])
+                attempt += 1
+
+    def _recorded_plan(self) -> Plan:
+        was = self.resource.status
+        ledger, rows = dict(was.ledger or {}), was.results or []
+        recorded = status.recorded(ledger, rows)
+        results = {name: at.result for name, at in recorded.items() if at.result is not None}
+        return Plan(
+            ledger,
+            # Who was never to be called is no aim: it is shown, and counts neither way in the rollout.
+            [aim for aim in status.aims(ledger, self._around.server_name) if _callable(ledger[aim.name])],
+            results,
+            {name: at for name, at in recorded.items() if _callable(ledger[name])},
+            was.targets_incomplete,
+            list(was.warnings or []),
+            was.start_time,
+        )
+
+    async def _put_plan_on_record(self, plan: Plan, journal: ResourceJournal) -> None:
+        phase: Phase = "Suspended" if self._held else "Running"
+        message = f"{len(plan.aims)} targets"
+        await self._writer.write(
+            {
+                **self._generation(),
+                "operationId": operation_id(self.resource.metadata.uid, self.resource.spec.step),
+                "operation": self.resource.spec.shown_as,
+                "phase": phase,
+                "startTime": plan.started,
+                "message": message,
+                "targetsIncomplete": plan.incomplete,
+                "warnings": _bounded(plan.warnings),
+                "ledger": {name: _builtins(entry) for name, entry in plan.ledger.items()},
+                "conditions": self._conditions(phase, message, incomplete=plan.incomplete),
+                **journal.shown(),
+            }
+        )
+        await self._announce("Normal", "Started", f"{self.resource.spec.shown_as} of {message}")
+
+    async def _finish(
+        self,
+        phase: Phase,
+        results: Sequence[fleet_pb2.TargetResult],
+        message: str,
+        *,
+        reason: str = "",
+        shown: Patch | None = None,
+    ) -> None:
+        incomplete = self.plan.incomplete if self.plan else False
+        patch: Patch = {
+            **self._generation(),
+            "operation": self.resource.spec.shown_as,
+            "phase": phase,
+            "message": message[: status.MAX_MESSAGE],
+            "completionTime": now(),
+            "conditions": self._conditions(phase, message, incomplete=incomplete),
+            **(shown if shown is not None else status.counts(results, len(results))),
+        }
+        if self.plan:
+            patch["warnings"] = _bounded(self.plan.warnings)
+        for wait_s in (*_STORE_RETRIES_S, None):
+            try:
+                await self._writer.write(patch)
+                break
+            except JournalError as error:
+                # The end must be on record, or a restart would run nothing and still never end.
+                if wait_s is None or self._writer.detached:
+                    raise
+                LOG.warning("%s: the end is not on record yet: %s", self.resource.key, error)
+                await asyncio.sleep(wait_s)
+        kind = "Normal" if phase == "Succeeded" else "Warning"
+        await self._announce(kind, reason or phase, message)
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _generation(self) -> Patch:
+        return {"observedGeneration": self.resource.metadata.generation}
+
+    def _conditions(self, phase: Phase, message: str, *, incomplete: bool) -> list[status.Json]:
+        return status.conditions(phase, message, now(), self.resource.metadata.generation, incomplete)
+
+    def _changed(self, row: fleet_pb2.TargetResult) -> None:
+        if row.outcome != fleet_pb2.TARGET_OUTCOME_RUNNING and self.execution is not None:
+            operation = fleet_pb2.FleetOperation(spec=self.execution.spec)
+            self._around.metrics.target_ended(operation, row)
+
+    async def _announce(self, kind: str, reason: str, message: str) -> None:
+        await self._around.announce(self.resource, kind, reason, message)
+
+    async def _try_write(self, patch: Patch) -> None:
+        """For what is only shown; what must be on record goes through the journal."""
+        try:
+            await self._writer.write(patch)
+        except JournalError as error:
+            LOG.warning("%s: not shown: %s", self.resource.key, error)
+
+
+def _callable(entry: Entry) -> bool:
+    return bool(entry.request_id) or not entry.outcome
+
+
+def _builtins(entry: Entry) -> Patch:
+    return {
+        "uid": entry.uid,
+        "address": entry.address,
+        **({"outcome": entry.outcome, "code": entry.code, "reason": entry.reason} if entry.outcome else {}),
+    }
+
+
+def _bounded(warnings: Sequence[str]) -> list[status.Json]:
+    return [warning[: status.MAX_MESSAGE] for warning in list(dict.fromkeys(warnings))[:20]]
+
+
+def _ended(spec: fleet_pb2.OperationSpec, phase: Phase) -> fleet_pb2.FleetOperation:
+    state = getattr(fleet_pb2, f"OPERATION_STATE_{phase.upper()}")
+    return fleet_pb2.FleetOperation(spec=spec, state=state)
