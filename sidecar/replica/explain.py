@@ -278,7 +278,7 @@ def standstill_unexplained(page: Counters, still_ns: int, last: Sample) -> str:
     usage = f", {page.blocks_free} of {count(page.blocks_total, 'block')} free" if page.blocks_total > 0 else ""
     why = (
         "only the engine bridge can see why"
-        if page.steps < 0 or page.pid <= 0
+        if page.phase < 0
         else ("the engine has not answered a question about the cause")
     )
     silence = f" for {age(last.at_ns - last.unanswered_since_ns)}" if last.unanswered_since_ns else ""

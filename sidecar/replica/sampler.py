@@ -146,11 +146,9 @@ class Sampler:
         now = self._clock()
         changed = False
         for watched in self._watched.values():
-            pending = watched.question is not None
-            if pending and not watched.unanswered_since_ns:
+            if watched.question is not None and not watched.unanswered_since_ns:
                 watched.unanswered_since_ns = watched.asked_ns
-            if pending or watched.history.latest is None or now - watched.history.latest.at_ns > SECOND // 20:
-                changed |= self._look(watched, now, None)
+            changed |= self._look(watched, now, None)
         if changed:
             self._notify()
         return self.snapshot()
