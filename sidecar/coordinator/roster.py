@@ -40,10 +40,12 @@ class Roster:
     async def run(self, came_up: Callable[[], None]) -> None:
         """Look for ever; `came_up` is called once, after the first look that succeeds."""
         while True:
-            if await self._look() and not self.up:
+            seen = await self._look()
+            if seen and not self.up:
                 self.up = True
                 _log.info("discovery up source=%r", self._discovery.describe())
                 came_up()
+                continue
             await asyncio.sleep(LOOK_EVERY_S if self.up else FIRST_LOOKS_S)
 
     async def _look(self) -> bool:

@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 _MOST_IN_ONE_TRANSACTION: Final = 512
 _BUSY_MS: Final = 5000
+_CHECKED_BYTES: Final = 256 * 1024 * 1024
+"""A larger store is not checked at the start: that would take longer than operations may wait to be resumed."""
 
 
 @dataclass(slots=True)
@@ -216,9 +218,10 @@ class Store:
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA foreign_keys = ON")
             schema.prepare(connection, str(self.path))
-            found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if found != "ok":
-                self.trouble = self._corrupt(found)
+            if self.path.stat().st_size <= _CHECKED_BYTES:
+                found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+                if found != "ok":
+                    self.trouble = self._corrupt(found)
         except sqlite3.DatabaseError as error:
             self.trouble = self._explain(error)
             connection.close()
@@ -292,7 +295,8 @@ class Store:
                     self._commit([job])
                 return
             failure = StoreError(self._explain(error))
-            self.trouble = str(failure)
+            if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.IntegrityError):
+                self.trouble = str(failure)
             for job in jobs:
                 job.done.set_exception(failure)
             return

@@ -1,0 +1,404 @@
+"""One operation over fake replicas under fake time, with crashes at any point."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvctl.v1 import fleet_pb2, types_pb2
+
+from sidecar.coordinator.execution import Execution
+from sidecar.coordinator.port import Aim, Answer, Asked, Health, JournalError, Recorded
+from tests import fake_time
+
+SUCCEEDED = fleet_pb2.TARGET_OUTCOME_SUCCEEDED
+FAILED = fleet_pb2.TARGET_OUTCOME_FAILED
+UNREACHABLE = fleet_pb2.TARGET_OUTCOME_UNREACHABLE
+UNKNOWN = fleet_pb2.TARGET_OUTCOME_UNKNOWN
+SKIPPED = fleet_pb2.TARGET_OUTCOME_SKIPPED
+CANCELLED = fleet_pb2.TARGET_OUTCOME_CANCELLED
+OPERATION = "7f3f3cf6-5a0c-4f9e-9a39-3a8a36b1c001"
+
+
+def answer(
+    outcome: int = SUCCEEDED, code: str = "OK", reason: str = "", execution: int = 0, retry: float = 0
+) -> Answer:
+    row = fleet_pb2.TargetResult(outcome=outcome, code=code, reason=reason, execution=execution)  # type: ignore[arg-type]
+    return Answer(row, retry)
+
+
+class FakeFleet:
+    """Replicas that keep the contract: one effect a request id, the recorded result for a repeat."""
+
+    def __init__(self) -> None:
+        self.effects: Counter[str] = Counter()
+        """By replica."""
+        self.by_id: dict[str, Answer] = {}
+        self.calls: list[tuple[float, str, str]] = []
+        self.asked: list[str] = []
+        self.script: dict[str, list[Answer | str]] = {}
+        """What a replica does at its next calls: an answer, "lost" (effect, no answer), "hole" (nothing)."""
+        self.took = 0.1
+        self.under_way: set[str] = set()
+        self.most_under_way = 0
+        self.ill: dict[str, str] = {}
+        self.cannot_ask: set[str] = set()
+
+    async def call(self, aim: Aim, spec: fleet_pb2.OperationSpec, request_id: str, timeout_s: float) -> Answer:
+        self.calls.append((now(), aim.name, request_id))
+        self.under_way.add(aim.name)
+        self.most_under_way = max(self.most_under_way, len(self.under_way))
+        try:
+            return await self._call(aim, request_id, timeout_s)
+        finally:
+            self.under_way.discard(aim.name)
+
+    async def _call(self, aim: Aim, request_id: str, timeout_s: float) -> Answer:
+        steps = self.script.get(aim.name, [])
+        step = steps.pop(0) if steps else answer()
+        if step == "hole":
+            await asyncio.sleep(timeout_s)
+            return answer(UNREACHABLE, "UNAVAILABLE", "REPLICA_UNREACHABLE", types_pb2.EXECUTION_NOT_EXECUTED)
+        await asyncio.sleep(self.took)
+        if request_id in self.by_id:
+            return self.by_id[request_id]
+        if step == "lost":
+            self.effects[aim.name] += 1
+            self.by_id[request_id] = answer()
+            await asyncio.sleep(max(0.0, timeout_s - self.took))
+            return answer(UNKNOWN, "DEADLINE_EXCEEDED", "OUTCOME_UNKNOWN", types_pb2.EXECUTION_UNKNOWN)
+        assert isinstance(step, Answer)
+        if step.result.code == "OK":
+            self.effects[aim.name] += 1
+        if step.result.code in ("OK", "FAILED_PRECONDITION"):
+            self.by_id[request_id] = step
+        return step
+
+    async def ask(self, aim: Aim, request_id: str, timeout_s: float) -> Asked:
+        self.asked.append(aim.name)
+        await asyncio.sleep(0.01)
+        if aim.name in self.cannot_ask:
+            return Asked(None, answer(UNREACHABLE, "UNAVAILABLE"))
+        known = self.by_id.get(request_id)
+        return Asked(True, known) if known else Asked(False)
+
+    async def health(self, aim: Aim, spec: fleet_pb2.OperationSpec, timeout_s: float) -> Health:
+        await asyncio.sleep(0.01)
+        why = self.ill.get(aim.name, "")
+        return Health(not why, why)
+
+
+class FakeDisk:
+    """A journal that survives the run that wrote it."""
+
+    def __init__(self) -> None:
+        self.intents: dict[str, tuple[str, int]] = {}
+        self.results: dict[str, fleet_pb2.TargetResult] = {}
+        self.unhealthy_: dict[str, str] = {}
+        self.full_after: int | None = None
+        self.writes = 0
+
+    async def _write(self) -> None:
+        self.writes += 1
+        await asyncio.sleep(0.005)
+        if self.full_after is not None and self.writes > self.full_after:
+            raise JournalError("the disk is full")
+
+    async def intent(self, target: str, request_id: str, wave: int) -> None:
+        await self._write()
+        self.intents[target] = (request_id, wave)
+
+    async def result(self, result: fleet_pb2.TargetResult) -> None:
+        await self._write()
+        self.results[result.replica] = fleet_pb2.TargetResult.FromString(result.SerializeToString())
+
+    async def unhealthy(self, target: str, why: str) -> None:
+        await self._write()
+        self.unhealthy_[target] = why
+
+    def recorded(self) -> dict[str, Recorded]:
+        names = self.intents.keys() | self.results.keys()
+        return {
+            name: Recorded(*self.intents.get(name, ("", 0)), self.results.get(name), self.unhealthy_.get(name, ""))
+            for name in names
+        }
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def aims(count: int) -> list[Aim]:
+    return [Aim(f"r{index}", f"10.0.0.{index}:7700") for index in range(count)]
+
+
+def reset(**rollout: object) -> fleet_pb2.OperationSpec:
+    spec = fleet_pb2.OperationSpec()
+    spec.reset.running_requests = types_pb2.RUNNING_REQUESTS_KEEP
+    spec.timeout.seconds = 30
+    spec.rollout.CopyFrom(fleet_pb2.Rollout(**rollout))  # type: ignore[arg-type]
+    return spec
+
+
+ROLLING = fleet_pb2.ROLLOUT_STRATEGY_ROLLING
+
+
+def run(fleet: FakeFleet, count: int = 3, spec: fleet_pb2.OperationSpec | None = None, **more: object):
+    async def work():
+        execution = Execution(OPERATION, spec or reset(), aims(count), fleet, **more)  # type: ignore[arg-type]
+        began = now()
+        results = await execution.run()
+        return results, now() - began, execution
+
+    return fake_time.run(work())
+
+
+# --- one target --------------------------------------------------------------------------------------------------
+
+
+def test_every_target_ends_with_one_result() -> None:
+    fleet = FakeFleet()
+    results, _, _ = run(fleet, 5)
+    assert [results[f"r{i}"].outcome for i in range(5)] == [SUCCEEDED] * 5
+    assert fleet.effects == Counter({f"r{i}": 1 for i in range(5)})
+
+
+def test_one_black_hole_costs_its_own_timeout_and_delays_nobody() -> None:
+    fleet = FakeFleet()
+    fleet.script["r7"] = ["hole"] * 10
+    results, took, _ = run(fleet, 50)
+    assert took <= 30.5
+    assert results["r7"].outcome == UNREACHABLE
+    assert results["r7"].execution == types_pb2.EXECUTION_NOT_EXECUTED
+    started = {name: at for at, name, _ in fleet.calls}
+    assert max(at for name, at in started.items() if name != "r7") - min(started.values()) < 0.1
+    assert sum(row.outcome == SUCCEEDED for row in results.values()) == 49
+
+
+def test_a_lost_answer_is_asked_for_and_never_called_again() -> None:
+    fleet = FakeFleet()
+    fleet.script["r0"] = ["lost"]
+    results, _, _ = run(fleet, 1)
+    assert results["r0"].outcome == SUCCEEDED
+    assert fleet.effects["r0"] == 1
+    assert len(fleet.calls) == 1
+    assert fleet.asked == ["r0"]
+
+
+def test_a_lost_answer_that_nobody_can_tell_stays_unknown() -> None:
+    fleet = FakeFleet()
+    fleet.script["r0"] = ["lost"]
+    fleet.cannot_ask = {"r0"}
+    results, took, _ = run(fleet, 1)
+    assert results["r0"].outcome == UNKNOWN
+    assert results["r0"].execution == types_pb2.EXECUTION_UNKNOWN
+    assert took <= 30.5
+
+
+def test_a_broken_connection_is_repeated_only_after_the_replica_denied_the_id() -> None:
+    fleet = FakeFleet()
+    fleet.script["r0"] = [answer(UNKNOWN, "UNAVAILABLE"), answer()]
+    results, _, execution = run(fleet, 1)
+    assert results["r0"].outcome == SUCCEEDED
+    assert fleet.asked == ["r0"]
+    assert results["r0"].attempts == 2
+    assert len({request_id for _, _, request_id in fleet.calls}) == 1
+    assert execution.retries == 1
+
+
+def test_a_refusal_is_final_unless_waiting_was_asked_for() -> None:
+    fleet = FakeFleet()
+    fleet.script["r0"] = [answer(FAILED, "FAILED_PRECONDITION", "BLOCKS_HELD_BY_REQUESTS"), answer()]
+    results, _, _ = run(fleet, 1)
+    assert results["r0"].code == "FAILED_PRECONDITION"
+    assert len(fleet.calls) == 1
+
+
+def test_waiting_for_a_refusal_to_end_uses_a_fresh_request_id_for_each_try() -> None:
+    fleet = FakeFleet()
+    fleet.script["r0"] = [answer(FAILED, "FAILED_PRECONDITION", "CONNECTOR_BUSY", retry=1.0)] * 3 + [answer()]
+    spec = reset()
+    spec.wait = True
+    results, took, _ = run(fleet, 1, spec)
+    assert results["r0"].outcome == SUCCEEDED
+    assert len({request_id for _, _, request_id in fleet.calls}) == 4
+    assert results["r0"].request_id == fleet.calls[-1][2]
+    assert took >= 3.0
+
+
+def test_a_refusal_that_never_ends_gives_the_last_reason_and_why_it_was_not_tried_again() -> None:
+    fleet = FakeFleet()
+    fleet.script["r0"] = [answer(FAILED, "FAILED_PRECONDITION", "CONNECTOR_BUSY", retry=2.0)] * 100
+    spec = reset()
+    spec.wait = True
+    results, took, _ = run(fleet, 1, spec)
+    assert results["r0"].reason == "CONNECTOR_BUSY"
+    assert "no time is left" in results["r0"].message
+    assert took <= 30.5
+
+
+def test_cancelling_stops_further_tries_of_what_is_under_way() -> None:
+    fleet = FakeFleet()
+    fleet.script["r0"] = [answer(FAILED, "FAILED_PRECONDITION", "CONNECTOR_BUSY")] * 100
+    spec = reset()
+    spec.wait = True
+
+    async def work():
+        execution = Execution(OPERATION, spec, aims(1), fleet)
+        asyncio.get_running_loop().call_later(2.0, execution.cancel)
+        results = await execution.run()
+        return results["r0"]
+
+    row = fake_time.run(work())
+    assert row.reason == "CONNECTOR_BUSY"
+    assert "cancelled" in row.message
+
+
+def test_a_defect_in_the_fan_out_is_that_targets_result_and_nobody_elses() -> None:
+    fleet = FakeFleet()
+    real = fleet._call
+
+    async def broken(aim: Aim, request_id: str, timeout_s: float) -> Answer:
+        if aim.name == "r1":
+            raise KeyError("oops")
+        return await real(aim, request_id, timeout_s)
+
+    fleet._call = broken  # type: ignore[method-assign]
+    results, _, _ = run(fleet, 3)
+    assert [results[name].outcome for name in ("r0", "r1", "r2")] == [SUCCEEDED, UNKNOWN, SUCCEEDED]
+    assert results["r1"].reason == "SERVER_DEFECT"
+
+
+def test_a_listener_that_raises_keeps_no_target_from_its_result() -> None:
+    def listener(_row: fleet_pb2.TargetResult) -> None:
+        raise BrokenPipeError
+
+    results, _, _ = run(FakeFleet(), 3, on_change=listener)
+    assert all(row.outcome == SUCCEEDED for row in results.values())
+
+
+# --- the rollout -------------------------------------------------------------------------------------------------
+
+
+def test_rolling_never_calls_more_than_max_unavailable_at_once() -> None:
+    fleet = FakeFleet()
+    results, _, _ = run(fleet, 7, reset(strategy=ROLLING, max_unavailable="2"))
+    assert fleet.most_under_way == 2
+    assert all(row.outcome == SUCCEEDED for row in results.values())
+    assert [results[f"r{i}"].wave for i in range(7)] == [0, 0, 1, 1, 2, 2, 3]
+
+
+def test_a_replica_that_stalls_after_its_turn_stops_the_rollout_with_its_verdict() -> None:
+    fleet = FakeFleet()
+    fleet.ill["r1"] = "HELD_BLOCKS_DEADLOCK"
+    results, _, execution = run(fleet, 4, reset(strategy=ROLLING))
+    assert [results[f"r{i}"].outcome for i in range(4)] == [SUCCEEDED, SUCCEEDED, SKIPPED, SKIPPED]
+    assert results["r2"].reason == "ROLLOUT_STOPPED"
+    assert "HELD_BLOCKS_DEADLOCK" in results["r2"].message
+    assert "HELD_BLOCKS_DEADLOCK" in execution.warnings[0]
+
+
+def test_a_health_look_that_raises_counts_as_not_healthy_and_does_not_hang() -> None:
+    fleet = FakeFleet()
+
+    async def broken(aim: Aim, spec: fleet_pb2.OperationSpec, timeout_s: float) -> Health:
+        raise KeyError("oops")
+
+    fleet.health = broken  # type: ignore[method-assign]
+    results, _, _ = run(fleet, 2, reset(strategy=ROLLING))
+    assert results["r1"].outcome == SKIPPED
+
+
+def test_cancel_leaves_the_rest_cancelled_and_hold_keeps_it_waiting() -> None:
+    fleet = FakeFleet()
+
+    async def work():
+        execution = Execution(OPERATION, reset(strategy=ROLLING), aims(3), fleet)
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.05, execution.hold)
+        loop.call_later(500.0, execution.release)
+        loop.call_later(500.05, execution.cancel)
+        return await execution.run()
+
+    results = fake_time.run(work())
+    assert [results[f"r{i}"].outcome for i in range(3)] == [SUCCEEDED, SUCCEEDED, CANCELLED]
+    assert fleet.calls[1][0] - fleet.calls[0][0] > 400
+
+
+def test_validate_only_needs_no_waves() -> None:
+    fleet = FakeFleet()
+    spec = reset(strategy=ROLLING)
+    spec.validate_only = True
+    run(fleet, 5, spec)
+    assert fleet.most_under_way == 5
+
+
+# --- the journal -------------------------------------------------------------------------------------------------
+
+
+def test_no_target_is_called_whose_intent_is_not_on_record() -> None:
+    fleet, disk = FakeFleet(), FakeDisk()
+    disk.full_after = 2
+    results, _, execution = run(fleet, 3, reset(concurrency=1), journal=disk)
+    assert results["r0"].outcome == SUCCEEDED
+    assert [results[name].outcome for name in ("r1", "r2")] == [SKIPPED, SKIPPED]
+    assert results["r1"].reason == "STORE_FAILED"
+    assert {name for _, name, _ in fleet.calls} == {"r0"}
+    assert any("store failed" in warning for warning in execution.warnings)
+
+
+def test_quiet_waits_for_calls_under_way() -> None:
+    fleet = FakeFleet()
+    fleet.took = 3.0
+
+    async def work() -> tuple[bool, bool]:
+        execution = Execution(OPERATION, reset(), aims(2), fleet)
+        task = asyncio.create_task(execution.run())
+        await asyncio.sleep(0.1)
+        soon, later = await execution.quiet(1.0), await execution.quiet(5.0)
+        await task
+        return soon, later
+
+    assert fake_time.run(work()) == (False, True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    count=st.integers(1, 6),
+    rolling=st.booleans(),
+    seed=st.integers(0, 2**32),
+    crashes=st.lists(st.floats(0.0, 8.0), max_size=5),
+)
+def test_a_crash_at_any_instant_leaves_one_effect_a_replica(
+    count: int, rolling: bool, seed: int, crashes: list[float]
+) -> None:
+    dice = random.Random(seed)
+    fleet, disk = FakeFleet(), FakeDisk()
+    steps: list[Answer | str] = [answer(), "lost", answer(FAILED, "UNAVAILABLE", "ENGINE_STARTING")]
+    for index in range(count):
+        fleet.script[f"r{index}"] = [dice.choice(steps) for _ in range(2)]
+    spec = reset(strategy=ROLLING, max_unavailable="2", max_failures=99) if rolling else reset()
+    spec.timeout.seconds = 3
+
+    async def work() -> dict[str, fleet_pb2.TargetResult]:
+        for lives in crashes:
+            execution = Execution(OPERATION, spec, aims(count), fleet, journal=disk, recorded=disk.recorded())
+            task = asyncio.create_task(execution.run())
+            done, _ = await asyncio.wait([task], timeout=lives)
+            if done:
+                break
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            fleet.under_way.clear()
+        last = Execution(OPERATION, spec, aims(count), fleet, journal=disk, recorded=disk.recorded())
+        return await last.run()
+
+    results = fake_time.run(work())
+    assert set(results) == {f"r{index}" for index in range(count)}
+    assert set(disk.results) == set(results)
+    for name, row in results.items():
+        assert fleet.effects[name] <= 1, f"{name} was changed twice"
+        assert (row.outcome == SUCCEEDED) == (fleet.effects[name] == 1), f"{name}: {row} after {fleet.effects[name]}"
