@@ -27,6 +27,7 @@ class Answer(msgspec.Struct, frozen=True):
     requests_running: int
     requests_kept: int
     requests_preempted: int
+    blocks_held: int
     cached_blocks_dropped: int
     engine_pause_us: int
 
@@ -169,6 +170,7 @@ def _judge_preempt(all_figures: Figures, preempt: ModeFigures) -> list[Claim]:
 def _judge_keep(all_figures: Figures, keep: ModeFigures) -> list[Claim]:
     streams = keep.streams
     kept = sum(a.requests_kept for a in keep.answers)
+    preempted = all_figures.of("preempt").streams.longest_gap_ms
     return [
         _succeeded("KEEP", all_figures, keep),
         Claim(
@@ -180,8 +182,9 @@ def _judge_keep(all_figures: Figures, keep: ModeFigures) -> list[Claim]:
         _undisturbed("KEEP", all_figures, keep),
         Claim(
             "no kept stream stands still",
-            streams.longest_gap_ms <= max(MOST_KEEP_STALL_MS, all_figures.usual_longest_gap_ms),
-            f"longest gap {streams.longest_gap_ms:.0f} ms, {all_figures.usual_longest_gap_ms:.0f} ms undisturbed",
+            streams.longest_gap_ms <= max(MOST_KEEP_STALL_MS, all_figures.usual_longest_gap_ms, preempted / 2),
+            f"longest gap {streams.longest_gap_ms:.0f} ms, {all_figures.usual_longest_gap_ms:.0f} ms undisturbed, "
+            f"{preempted:.0f} ms when preempted",
         ),
         _cold_then_warm(all_figures, keep),
     ]

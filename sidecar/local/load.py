@@ -23,7 +23,7 @@ from sidecar.local.streams import Generation, generate
 PREFIX_TOKENS: Final = 16 * BLOCK_TOKENS
 OWN_TOKENS: Final = 24
 LANES: Final = 4
-STREAM_TOKENS: Final = 1600
+STREAM_TOKENS: Final = 400
 
 _LATEST_SHARE: Final = 0.6
 """A stream this far along may end before what is about to be measured does."""

@@ -126,13 +126,13 @@ async def _run_mode(mode: Mode, watched: Sequence[_Watched], channels: Channels)
     started = time.monotonic()
     operation = await _reset(mode, watched, channels)
     took = time.monotonic() - started
+    await _until_each_has(marked, {key: count + _TOKENS_AFTER for key, count in given.items()})
+    read = time.monotonic()
+    spent = [(was, each.counters()) for was, each in zip(counted, watched, strict=True)]
     probes = []
     for each, cached in zip(watched, before, strict=True):
         if probing:
             probes.append(Probe(each.replica.name, cached, await each.probe(), await each.probe()))
-    await _until_each_has(marked, {key: count + _TOKENS_AFTER for key, count in given.items()})
-    read = time.monotonic()
-    spent = [(was, each.counters()) for was, each in zip(counted, watched, strict=True)]
     for each in watched:
         each.load.open_gate()
     await finish(marked)
@@ -153,16 +153,9 @@ async def _run_mode(mode: Mode, watched: Sequence[_Watched], channels: Channels)
             errors=[g.error for g in marked if g.error],
         ),
         preemptions=sum(now.preemptions - was.preemptions for was, now in spent),
-        recomputed_tokens=sum(now.not_given - was.not_given for was, now in spent) - _probe_tokens(probes),
+        recomputed_tokens=sum(now.not_given - was.not_given for was, now in spent),
         probes=probes,
     )
-
-
-def _probe_tokens(probes: Sequence[Probe]) -> int:
-    """Prompt tokens that probes after the operation made an engine compute, all but those it gave back as cached."""
-    length = len(prompt(_PROBE_LANE))
-    # The step that computes the last of a prompt gives out the first token: one computed token is not "not given".
-    return sum(2 * (length - 1) - probe.first_after - probe.second_after for probe in probes)
 
 
 async def _until_each_has(streams: Sequence[Generation], wanted: dict[int, int]) -> None:
@@ -195,6 +188,7 @@ def _answer(row: fleet_pb2.TargetResult) -> Answer:
         requests_running=sum(engine.requests_running for engine in engines),
         requests_kept=sum(engine.requests_kept for engine in engines),
         requests_preempted=sum(engine.requests_preempted for engine in engines),
+        blocks_held=sum(engine.holders.held_blocks for engine in engines),
         cached_blocks_dropped=sum(engine.cached_blocks_dropped for engine in engines),
         engine_pause_us=max((engine.pause.longest_us for engine in engines), default=0),
     )

@@ -119,12 +119,30 @@ def end(leaders: Iterable[ProcessRef], directory: Path, patience_seconds: float)
     if _gone(leaders, directory, patience_seconds):
         return []
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        for process in members(leaders, directory):
+    shared: set[Path] = set()
+    left = members(leaders, directory)
+    while left and time.monotonic() < deadline:
+        for process in left:
+            shared |= _shared_memory(process.pid)
             send(process, signal.SIGKILL)
-        if _gone(leaders, directory, 0.5):
-            return []
-    return members(leaders, directory)
+        _gone(leaders, directory, 0.5)
+        left = members(leaders, directory)
+    for path in shared:
+        path.unlink(missing_ok=True)  # whoever would have removed it was killed as well
+    return left
+
+
+def _shared_memory(pid: int) -> set[Path]:
+    """Named shared memory that Python's multiprocessing made and this process has mapped."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    return {
+        Path(line.split()[-1])
+        for line in maps.splitlines()
+        if line.endswith(tuple("0123456789abcdef")) and "/dev/shm/psm_" in line
+    }
 
 
 def _gone(leaders: list[ProcessRef], directory: Path, within_seconds: float) -> bool:

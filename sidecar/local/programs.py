@@ -1,9 +1,10 @@
 """What a local fleet starts: command lines and environments of vLLM and of the sidecar beside it.
 
-The model is two layers of random weights, so it needs no download. Its config is Granite's for one reason: Granite has
-multipliers for attention and residuals, and with those of model/config.json a greedy stream depends on every token of
-its context. (With the usual random weights the next token depends on little but the last one, and "the same tokens as
-without a reset" would prove nothing about the KV cache.)
+The model is six layers of random weights, so it needs no download; it is large enough that the engine, not the HTTP
+server before it, sets the pace (about 10 ms a token). Its config is Granite's for one reason: Granite has multipliers
+for attention and residuals, and with those of model/config.json a greedy stream depends on every token of its context.
+(With the usual random weights the next token depends on little but the last one, and "the same tokens as without a
+reset" would prove nothing about the KV cache.)
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Settings:
     """Parent of the private socket directory; None: the runtime directory or /tmp."""
     base_port: int | None = None
     """First of three ports a replica (API, sidecar, metrics); None: free ones."""
-    kv_cache_mib: int = 64
-    """KV cache of one replica; 64 MiB are 1024 blocks of 32 tokens."""
+    kv_cache_mib: int = 128
+    """KV cache of one replica; 128 MiB are 682 blocks of 32 tokens."""
     dev_mode: bool = False
     """vLLM's development routes (/reset_prefix_cache and others); off as in production."""
     boot_seconds: float = 300.0

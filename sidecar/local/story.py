@@ -17,18 +17,21 @@ def tell(figures: Figures, claims: Sequence[Claim]) -> list[str]:
         f"{figures.stream_tokens} tokens each, a prefix of {figures.prefix_tokens} tokens shared by all.",
         f"Undisturbed, a token comes every {figures.usual_gap_ms:.0f} ms "
         f"(longest gap {figures.usual_longest_gap_ms:.0f} ms).",
-        *_fail(figures.of("fail"), figures),
+        *_fail(figures.of("fail")),
         *_preempt(figures.of("preempt")),
-        *_keep(figures.of("keep"), figures),
+        *_keep(figures.of("keep")),
         "",
         *_verdict(claims),
     ]
 
 
-def _fail(mode: ModeFigures, figures: Figures) -> Iterator[str]:
+def _fail(mode: ModeFigures) -> Iterator[str]:
     yield from _title("FAIL", "refuse while anybody would notice", "kvctl reset --mode fail")
     for answer in mode.answers:
-        yield f"    {answer.replica}: {answer.code}: {answer.message or 'no message'}"
+        yield (
+            f"    {answer.replica}: {answer.code} {answer.reason}: "
+            f"{answer.requests_running} running requests hold {answer.blocks_held} blocks"
+        )
     cached = min((probe.first_after for probe in mode.probes), default=0)
     yield f"    {_same(mode)}; the next request still found {cached} cached tokens"
 
@@ -43,7 +46,7 @@ def _preempt(mode: ModeFigures) -> Iterator[str]:
     yield f"    {_same(mode)}"
 
 
-def _keep(mode: ModeFigures, figures: Figures) -> Iterator[str]:
+def _keep(mode: ModeFigures) -> Iterator[str]:
     yield from _title("KEEP", "forget everything, interrupt nobody", "kvctl reset --mode keep")
     pause = max((answer.engine_pause_us for answer in mode.answers), default=0)
     yield (
