@@ -99,8 +99,18 @@ def server_settings(config: Config) -> ServerSettings:
 
 
 def engine_set(config: Config) -> EngineSet:
-    """Where engines are looked for."""
-    return EngineDirectory(config.engine_dir, CLIENT)
+    """Where engines are looked for: the bridge, and stock vLLM's HTTP routes where a URL is given and no bridge is."""
+    bridge = EngineDirectory(config.engine_dir, CLIENT)
+    if not config.engine_url:
+        return bridge
+    from sidecar.backends.http.engines import HttpEngines, PreferBridge  # memory: only where it is used
+
+    tls = None
+    if config.engine_ca is not None:
+        import ssl
+
+        tls = ssl.create_default_context(cafile=str(config.engine_ca))
+    return PreferBridge(bridge, HttpEngines(config.engine_url, token_file=config.engine_token_file, tls=tls))
 
 
 class Application:

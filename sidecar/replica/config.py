@@ -40,6 +40,8 @@ class Config:
     labels: Mapping[str, str]
     engine_dir: Path
     engine_url: str
+    engine_token_file: Path | None
+    engine_ca: Path | None
     listen: Sequence[Address]
     metrics: Address | None
     tls_cert: Path | None
@@ -333,6 +335,8 @@ _TABLE: Final[dict[str, _Setting]] = {
         metavar="DIR",
     ),
     "engine_url": _Setting(_url, str, "stock vLLM's HTTP address; used where no bridge is found", metavar="URL"),
+    "engine_token_file": _Setting(_path, str, "bearer token for that HTTP address", metavar="FILE"),
+    "engine_ca": _Setting(_path, str, "CA that signed its certificate, for https", metavar="FILE"),
     "listen": _Setting(
         _listen, lambda: ["127.0.0.1:7700"], "gRPC address; may be repeated (127.0.0.1:7700)", many=True, metavar="ADDR"
     ),

@@ -1,0 +1,393 @@
+"""Lost answers, repeats and restarts: what a caller is told, and that nothing happens twice or late."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from kvctl.v1 import replica_pb2 as api
+from kvctl.v1 import types_pb2 as types
+
+from sidecar.rpc import errors
+from tests.contract.sidecar_process import SidecarProcess, wait_until
+from tests.fake_engine.process import EngineProcess
+
+KEEP = types.RUNNING_REQUESTS_KEEP
+Code = grpc.StatusCode
+SLACK_S = 0.5
+
+
+class Bench:
+    """Engines and sidecars in one directory, ended together."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.engine_dir = root / "engines"
+        self.engine_dir.mkdir(mode=0o700)
+        self._started: list[EngineProcess | SidecarProcess] = []
+
+    def engine(self, *arguments: str) -> EngineProcess:
+        engine = EngineProcess(self.engine_dir, *arguments)
+        self._started.append(engine)
+        return engine
+
+    def sidecar(self, *arguments: str) -> SidecarProcess:
+        work = self.root / f"sidecar{len(self._started)}"
+        work.mkdir()
+        sidecar = SidecarProcess(self.engine_dir, work, *arguments)
+        self._started.append(sidecar)
+        return sidecar
+
+    def end(self) -> None:
+        for one in reversed(self._started):
+            one.end()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    try:
+        yield bench
+    finally:
+        bench.end()
+
+
+def reset(sidecar: SidecarProcess, timeout: float = 5, **fields) -> api.ResetPrefixCacheResponse | errors.Failure:
+    fields.setdefault("running_requests", KEEP)
+    with sidecar.stub() as stub:
+        try:
+            return stub.ResetPrefixCache(api.ResetPrefixCacheRequest(**fields), timeout=timeout)
+        except grpc.RpcError as error:
+            return errors.parse(error)
+
+
+def failed(answer: object) -> errors.Failure:
+    assert isinstance(answer, errors.Failure), answer
+    return answer
+
+
+def done(answer: object) -> api.ResetPrefixCacheResponse:
+    assert isinstance(answer, api.ResetPrefixCacheResponse), answer
+    return answer
+
+
+def operation(sidecar: SidecarProcess, request_id: str) -> api.GetOperationResponse:
+    with sidecar.stub() as stub:
+        return stub.GetOperation(api.GetOperationRequest(request_id=request_id), timeout=3)
+
+
+def timed(call: Callable[[], object]) -> tuple[object, float]:
+    began = time.monotonic()
+    answer = call()
+    return answer, time.monotonic() - began
+
+
+def effects(engine: EngineProcess) -> int:
+    return len([effect for effect in engine.do("state")["effects"] if effect["effect"] == "reset"])
+
+
+def test_a_stopped_engine_is_told_within_the_deadline_and_never_runs_it_later(bench):
+    engine, sidecar = bench.engine(), bench.sidecar()
+    sidecar.wait_ready()
+    request_id = str(uuid.uuid4())
+    engine.freeze()
+    answer, took = timed(lambda: reset(sidecar, 1.0, request_id=request_id))
+    error = failed(answer)
+    assert took < 1.0 + SLACK_S
+    assert (error.code, error.reason) == (Code.DEADLINE_EXCEEDED, "NOT_EXECUTED")
+    assert error.metadata["execution"] == "NOT_EXECUTED"
+    assert "stopped" in error.message
+    engine.thaw()
+    assert operation(sidecar, request_id).reason == "NOT_EXECUTED"
+    assert effects(engine) == 0
+    done(reset(sidecar))
+    assert effects(engine) == 1
+
+
+def test_an_engine_in_a_long_step_is_told_within_the_deadline_and_never_runs_it_later(bench):
+    engine, sidecar = bench.engine(), bench.sidecar()
+    sidecar.wait_ready()
+    engine.do("hang", seconds=30)
+    answer, took = timed(lambda: reset(sidecar, 1.0))
+    assert took < 1.0 + SLACK_S
+    assert failed(answer).reason == "NOT_EXECUTED"
+    assert "'step'" in failed(answer).message
+    engine.do("unhang")
+    done(reset(sidecar))
+    assert effects(engine) == 1
+
+
+def test_an_operation_that_had_started_is_unknown_until_asked_again_by_its_id(bench):
+    engine, sidecar = bench.engine(), bench.sidecar()
+    sidecar.wait_ready()
+    engine.do("slow", method="drop_prefix_cache", seconds=2.0)
+    request_id = str(uuid.uuid4())
+    answer, took = timed(lambda: reset(sidecar, 1.0, request_id=request_id))
+    error = failed(answer)
+    assert took < 1.0 + SLACK_S
+    assert (error.code, error.reason) == (Code.DEADLINE_EXCEEDED, "OUTCOME_UNKNOWN")
+    assert error.metadata["execution"] == "UNKNOWN"
+    wait_until(lambda: operation(sidecar, request_id).finished, 5)
+    found = operation(sidecar, request_id)
+    assert found.code == 0
+    assert found.reset.engines[0].prefix_cache.state == types.TIER_STATE_DONE
+    assert done(reset(sidecar, request_id=request_id)).engines[0].status.replayed
+    assert effects(engine) == 1
+
+
+def test_a_repeat_after_a_lost_answer_joins_what_runs_and_has_no_second_effect(bench):
+    engine, sidecar = bench.engine(), bench.sidecar()
+    sidecar.wait_ready()
+    engine.do("slow", method="drop_prefix_cache", seconds=1.5)
+    request_id = str(uuid.uuid4())
+    failed(reset(sidecar, 0.6, request_id=request_id))
+    done(reset(sidecar, 5.0, request_id=request_id))
+    assert effects(engine) == 1
+
+
+def test_an_engine_killed_during_an_operation_is_unavailable_at_once(bench):
+    engine, sidecar = bench.engine(), bench.sidecar()
+    sidecar.wait_ready()
+    engine.do("slow", method="drop_prefix_cache", seconds=20)
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(timed(lambda: reset(sidecar, 10.0))))
+    thread.start()
+    wait_until(lambda: len(sidecar.audit()) == 1, 3)
+    time.sleep(0.1)
+    engine.kill()
+    thread.join(5)
+    (answer, took), error = answers[0], failed(answers[0][0])
+    assert answer is error
+    assert took < 3
+    assert (error.code, error.reason) == (Code.UNAVAILABLE, "ENGINE_DIED_DURING_OPERATION")
+
+
+def test_an_engine_stopped_during_an_operation_is_unknown_within_the_deadline(bench):
+    engine, sidecar = bench.engine(), bench.sidecar()
+    sidecar.wait_ready()
+    engine.do("slow", method="drop_prefix_cache", seconds=0.5)
+    request_id = str(uuid.uuid4())
+    answers: list[object] = []
+    call = lambda: answers.append(timed(lambda: reset(sidecar, 1.5, request_id=request_id)))  # noqa: E731
+    thread = threading.Thread(target=call)
+    thread.start()
+    wait_until(lambda: len(sidecar.audit()) == 1, 3)
+    time.sleep(0.2)
+    engine.freeze()
+    thread.join(5)
+    answer, took = answers[0]
+    assert took < 1.5 + SLACK_S
+    assert failed(answer).reason == "OUTCOME_UNKNOWN"
+    assert "stopped" in failed(answer).message
+    engine.thaw()
+    wait_until(lambda: operation(sidecar, request_id).finished, 5)
+    assert operation(sidecar, request_id).code == 0
+
+
+def test_an_engine_that_died_before_is_unavailable_within_two_seconds(bench):
+    engine, sidecar = bench.engine(), bench.sidecar()
+    sidecar.wait_ready()
+    engine.kill()
+    answer, took = timed(lambda: reset(sidecar, 10.0))
+    assert took < 2
+    assert (failed(answer).code, failed(answer).reason) == (Code.UNAVAILABLE, "ENGINE_DEAD")
+    wait_until(lambda: sidecar.get("/readyz")[0] == 503, 3)
+    assert "ENGINE_DEAD" in sidecar.get("/readyz")[1]
+
+
+def test_a_lost_rank_fails_the_whole_and_keeps_the_other_ranks_result(bench):
+    first, second = bench.engine("--rank", "0", "--dp-size", "2"), bench.engine("--rank", "1", "--dp-size", "2")
+    sidecar = bench.sidecar()
+    sidecar.wait_ready()
+    second.kill()
+    error = failed(reset(sidecar, 5.0))
+    assert (error.code, error.reason) == (Code.UNAVAILABLE, "ENGINE_DEAD")
+    assert error.metadata["engines_failed"] == "1"
+    assert isinstance(error.result, api.ResetPrefixCacheResponse)
+    assert [engine.status.code for engine in error.result.engines] == [0, 14]
+    assert error.result.engines[0].prefix_cache.state == types.TIER_STATE_DONE
+    assert effects(first) == 1
+
+
+def test_an_engine_restarted_after_a_lost_answer_says_so_and_its_successor_is_not_asked(bench):
+    engine, sidecar = bench.engine(), bench.sidecar()
+    sidecar.wait_ready()
+    engine.do("slow", method="drop_prefix_cache", seconds=20)
+    request_id = str(uuid.uuid4())
+    assert failed(reset(sidecar, 0.6, request_id=request_id)).reason == "OUTCOME_UNKNOWN"
+    engine.kill()
+    successor = bench.engine()
+    wait_until(lambda: incarnations(sidecar) == [successor.incarnation], 5)
+    found = operation(sidecar, request_id)
+    assert (found.finished, found.reason) == (True, "ENGINE_RESTARTED")
+    assert "cold cache" in found.message
+    assert failed(reset(sidecar, request_id=request_id)).reason == "ENGINE_RESTARTED"
+    assert effects(successor) == 0
+    done(reset(sidecar))
+    assert effects(successor) == 1
+
+
+def incarnations(sidecar: SidecarProcess) -> list[str]:
+    with sidecar.stub() as stub:
+        replica = stub.GetReplica(api.GetReplicaRequest(), timeout=3).replica
+    return [engine.engine.incarnation for engine in replica.engines if engine.connected]
+
+
+def test_a_restarted_engine_is_found_without_restarting_the_sidecar(bench):
+    sidecar = bench.sidecar()
+    assert sidecar.get("/readyz")[0] == 503
+    assert failed(reset(sidecar)).reason == "NO_ENGINE"
+    engine = bench.engine()
+    sidecar.wait_ready()
+    done(reset(sidecar))
+    engine.end()
+    wait_until(lambda: sidecar.get("/readyz")[0] == 503, 5)
+    bench.engine()
+    sidecar.wait_ready()
+    done(reset(sidecar))
+
+
+def test_the_same_id_at_the_same_time_joins(bench):
+    engine, sidecar = bench.engine(), bench.sidecar()
+    sidecar.wait_ready()
+    engine.do("slow", method="drop_prefix_cache", seconds=0.5)
+    request_id = str(uuid.uuid4())
+    answers: list[object] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(reset(sidecar, 5, request_id=request_id))) for _ in range(5)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len([done(answer) for answer in answers]) == 5
+    assert effects(engine) == 1
+
+
+def test_a_joiner_with_less_patience_is_told_that_it_is_under_way(bench):
+    engine, sidecar = bench.engine(), bench.sidecar()
+    sidecar.wait_ready()
+    engine.do("slow", method="drop_prefix_cache", seconds=1.5)
+    request_id = str(uuid.uuid4())
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(reset(sidecar, 5, request_id=request_id)))
+    thread.start()
+    wait_until(lambda: len(sidecar.audit()) == 1, 3)
+    assert failed(reset(sidecar, 0.5, request_id=request_id)).reason == "OUTCOME_UNKNOWN"
+    thread.join(10)
+    done(answers[0])
+
+
+def test_a_restarted_sidecar_answers_from_the_engines_record(bench):
+    engine, first = bench.engine(), bench.sidecar()
+    first.wait_ready()
+    request_id = str(uuid.uuid4())
+    done(reset(first, request_id=request_id))
+    assert first.terminate() == 0
+    second = bench.sidecar()
+    second.wait_ready()
+    found = operation(second, request_id)
+    assert (found.finished, found.code, found.kind) == (True, 0, types.OPERATION_KIND_RESET)
+    assert found.reset.engines[0].cached_blocks_dropped == 8
+    assert done(reset(second, request_id=request_id)).engines[0].status.replayed
+    assert effects(engine) == 1
+
+
+def test_an_operation_of_another_sidecar_is_named(bench):
+    engine, one, other = bench.engine(), bench.sidecar(), bench.sidecar()
+    one.wait_ready()
+    other.wait_ready()
+    engine.do("hold")
+    request_id = str(uuid.uuid4())
+    answers: list[object] = []
+    call = lambda: answers.append(  # noqa: E731
+        reset(one, 5, request_id=request_id, running_requests=types.RUNNING_REQUESTS_FAIL, wait_for_idle=True)
+    )
+    thread = threading.Thread(target=call)
+    thread.start()
+    wait_until(lambda: failed(reset(other)).code is Code.ABORTED, 3)
+    error = failed(reset(other))
+    assert (error.reason, error.metadata["other_request_id"]) == ("OPERATION_IN_PROGRESS", request_id)
+    engine.do("release")
+    thread.join(10)
+    done(answers[0])
+
+
+def test_a_retry_of_what_never_reached_an_engine_is_a_first_try(bench):
+    sidecar = bench.sidecar()
+    request_id = str(uuid.uuid4())
+    assert failed(reset(sidecar, request_id=request_id)).code is Code.UNAVAILABLE
+    engine = bench.engine()
+    sidecar.wait_ready()
+    assert not done(reset(sidecar, request_id=request_id)).engines[0].status.replayed
+    assert effects(engine) == 1
+
+
+def test_a_caller_that_goes_away_changes_nothing(bench):
+    engine, sidecar = bench.engine(), bench.sidecar()
+    sidecar.wait_ready()
+    engine.do("slow", method="drop_prefix_cache", seconds=0.5)
+    request_id = str(uuid.uuid4())
+    with sidecar.channel() as channel:
+        method = channel.unary_unary(
+            "/kvctl.v1.CacheAdmin/ResetPrefixCache",
+            request_serializer=api.ResetPrefixCacheRequest.SerializeToString,
+            response_deserializer=api.ResetPrefixCacheResponse.FromString,
+        )
+        call = method.future(api.ResetPrefixCacheRequest(request_id=request_id, running_requests=KEEP), timeout=5)
+        wait_until(lambda: len(sidecar.audit()) == 1, 3)
+        call.cancel()
+    wait_until(lambda: operation(sidecar, request_id).finished, 3)
+    assert operation(sidecar, request_id).code == 0
+    assert [line["audit"] for line in sidecar.audit()] == ["begin", "end"]
+
+
+def test_a_missing_rank_that_is_expected_is_not_a_smaller_replica(bench):
+    bench.engine("--rank", "0", "--dp-size", "2")
+    sidecar = bench.sidecar("--expect-engines", "2")
+    wait_until(lambda: len(incarnations(sidecar)) == 1, 5)
+    assert "1 of 2 engines" in sidecar.get("/readyz")[1]
+    error = failed(reset(sidecar))
+    assert error.reason == "NO_ENGINE"
+    assert [engine.status.code for engine in error.result.engines] == [0, 14]
+
+
+def test_a_pause_that_does_not_reach_every_rank_is_undone(bench):
+    first, second = bench.engine("--rank", "0", "--dp-size", "2"), bench.engine("--rank", "1", "--dp-size", "2")
+    sidecar = bench.sidecar()
+    sidecar.wait_ready()
+    second.do("capability", name="pause", reason="not on this one")
+    request = api.PauseSchedulingRequest(request_id=str(uuid.uuid4()))
+    request.lease.seconds = 60
+    with sidecar.stub() as stub, pytest.raises(grpc.RpcError) as raised:
+        stub.PauseScheduling(request, timeout=5)
+    error = errors.parse(raised.value)
+    assert error.code is Code.UNIMPLEMENTED
+    assert isinstance(error.result, api.PauseSchedulingResponse)
+    assert error.result.engines[0].state == types.SCHEDULING_STATE_RUNNING
+    assert "resumed again" in error.result.engines[0].status.message
+    assert first.do("state")["paused"] == ""
+
+
+def test_a_pause_is_renewed_and_resumed_with_a_weight_version(bench):
+    engine, sidecar = bench.engine(), bench.sidecar()
+    sidecar.wait_ready()
+    pause = api.PauseSchedulingRequest()
+    pause.lease.seconds = 30
+    with sidecar.stub() as stub:
+        paused = stub.PauseScheduling(pause, timeout=5)
+        assert paused.engines[0].state == types.SCHEDULING_STATE_PAUSED
+        renew = api.RenewPauseRequest(pause_request_id=paused.request_id, weights_complete=True)
+        renew.lease.seconds = 60
+        assert stub.RenewPause(renew, timeout=5).engines[0].lease_remaining.seconds >= 59
+        resume = api.ResumeSchedulingRequest(pause_request_id=paused.request_id, weight_version="step-17")
+        assert stub.ResumeScheduling(resume, timeout=5).engines[0].weight_version == "step-17"
+        with pytest.raises(grpc.RpcError) as raised:
+            stub.RenewPause(renew, timeout=5)
+    assert errors.parse(raised.value).reason == "WRONG_SCHEDULING_STATE"
+    assert engine.do("state")["weight_version"] == "step-17"
