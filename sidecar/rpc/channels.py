@@ -27,6 +27,9 @@ CLIENT_KEEPALIVE_MS: Final = 30_000
 SERVER_LEAST_PING_INTERVAL_MS: Final = 10_000
 """A server accepts pings this often; well under the client's interval, so that a long idle watch survives."""
 
+CONNECT_TIMEOUT_MS: Final = 5_000
+"""One connection attempt, TCP and TLS handshakes and HTTP/2 settings, may take this long."""
+
 MAX_BACKOFF_MS: Final = 15_000
 """Longest wait between two connection attempts."""
 
@@ -38,7 +41,9 @@ def options() -> ChannelOptions:
     return [
         ("grpc.enable_http_proxy", 0),
         ("grpc.initial_reconnect_backoff_ms", 250),
-        ("grpc.min_reconnect_backoff_ms", 250),
+        # Despite its name this is how long one connection attempt may take at least: a handshake with a busy peer, or
+        # TLS over a few network round trips, needs more than the backoff between attempts.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", MAX_BACKOFF_MS),
         ("grpc.keepalive_time_ms", CLIENT_KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", 10_000),
