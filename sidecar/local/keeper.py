@@ -48,7 +48,6 @@ _GRACE_SECONDS: Final = 15.0
 """Time for vLLM to end its own children."""
 
 _STAGES: Final = (
-    ("Starting vLLM", "importing vLLM"),
     ("Initializing a V1 LLM engine", "starting the engine"),
     ("Loading weights took", "filling in the weights"),
     ("KV cache size", "allocating the KV cache"),
@@ -172,7 +171,7 @@ class Keeper:
     def _tell_stage(self, replica: Replica) -> None:
         text = _read(Path(replica.engine_log))
         reached = [meaning for mark, meaning in _STAGES if mark in text]
-        stage = reached[-1] if reached else "starting Python"
+        stage = reached[-1] if reached else "importing vLLM, the longest part"
         if "Application startup complete" in text:
             stage = "waiting for the sidecar to find the engine"
         if self._stages.get(replica.name) != stage:

@@ -10,6 +10,7 @@ its leader is gone.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable
@@ -138,11 +139,8 @@ def _shared_memory(pid: int) -> set[Path]:
         maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return set()
-    return {
-        Path(line.split()[-1])
-        for line in maps.splitlines()
-        if line.endswith(tuple("0123456789abcdef")) and "/dev/shm/psm_" in line
-    }
+    # A line ends with the path, or with " (deleted)" when somebody has removed it already.
+    return {Path(path) for path in re.findall(r"/dev/shm/psm_\w+$", maps, re.MULTILINE)}  # noqa: S108
 
 
 def _gone(leaders: list[ProcessRef], directory: Path, within_seconds: float) -> bool:
