@@ -2,6 +2,7 @@
 
 * `engine_process(...)`: context manager; vLLM's own client with an engine core process behind it (fake executor),
   driven through `VllmEngineHarness`.
+* `sync_engine`, `async_engine`, `shared_engine` (both in turn): such engines shared by all tests of a session.
 * `in_process_engine(...)`: the same without a process: the caller steps.
 * `tiny_model_dir`: a model without weights that vLLM's CPU backend really runs.
 
@@ -30,12 +31,19 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 MODEL_DIR = ROOT / "sidecar" / "local" / "model"
-BOOT_SECONDS = 90
+BOOT_SECONDS = 180
 
 
 @pytest.fixture(scope="session")
 def tiny_model_dir() -> Path:
     return MODEL_DIR
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Booting vLLM is mostly imports, and slow on a loaded machine."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(BOOT_SECONDS * 2))
 
 
 def engine_config(*, asynchronous: bool = False, **options: Any) -> Any:
@@ -223,6 +231,28 @@ def eventually(read: Callable[[], Value], fits: Callable[[Value], bool], seconds
         assert time.monotonic() < until, value
         threading.Event().wait(0.01)
     return value
+
+
+@pytest.fixture(scope="session")
+def sync_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngineHarness]:
+    """One engine process for all tests that leave it without requests. 1024 blocks of 16, 2 ms a step."""
+    with engine_process(tmp_path_factory.mktemp("e"), step_ms=2, blocks=1024, max_model_len=8192) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def async_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngineHarness]:
+    """The same with AsyncScheduler and two batches in flight."""
+    directory = tmp_path_factory.mktemp("e")
+    with engine_process(directory, asynchronous=True, step_ms=2, blocks=1024, max_model_len=8192) as engine:
+        yield engine
+
+
+@pytest.fixture(params=["sync", "async"])
+def shared_engine(request: pytest.FixtureRequest) -> VllmEngineHarness:
+    """Either of the two."""
+    engine: VllmEngineHarness = request.getfixturevalue(f"{request.param}_engine")
+    return engine
 
 
 @pytest.fixture
