@@ -237,19 +237,18 @@ def deadlock(evidence: Evidence) -> str:
     holders, holding = evidence.holders, evidence.waiting_holding_blocks
     blocks = sum(holder.blocks_held for holder in holders)
     held = f" {count(blocks, 'block')}" if holders else " blocks"
-    need = (
-        f"the head needs {evidence.head.blocks_needed} and {evidence.blocks_free} are free"
-        if evidence.head
-        else (f"{evidence.blocks_free} are free")
-    )
+    need = f"{evidence.blocks_free} are free"
+    if evidence.head is not None and evidence.head.blocks_needed >= 0:
+        need = f"the head needs {evidence.head.blocks_needed} and {need}"
     verb = "holds" if holding == 1 else "hold"
     return f"{count(holding, 'waiting request')} {verb}{held}, {need}: run `kvctl relieve`"
 
 
 def cannot_fit(evidence: Evidence, head: HeadOfQueue) -> str:
     """More than the pool."""
+    more = f" on top of the {head.blocks_held} it holds" if head.blocks_held > 0 else ""
     return (
-        f"the head of the queue needs {count(head.blocks_needed, 'block')} and the whole pool has "
+        f"the head of the queue needs {count(head.blocks_needed, 'block')}{more} and the whole pool has "
         f"{evidence.blocks_total}: request {head.request_id} can never start; abort it, lower --max-model-len, or give "
         "the KV cache more memory"
     )
@@ -304,15 +303,17 @@ def waiting_other(evidence: Evidence, still_ns: int) -> str:
 
 def fits_yet_waits(evidence: Evidence, still_ns: int) -> str:
     """vllm#45414."""
-    need = (
-        f"the head {evidence.head.request_id} needs {count(evidence.head.blocks_needed, 'block')}, "
-        if evidence.head is not None
-        else ""
+    head = evidence.head
+    stuck = (
+        f"{_requests(evidence.waiting, 'waiting')}, nothing runs, and nothing has been scheduled for {age(still_ns)}"
     )
+    remedy = "abort the head, restart the engine if that does not help"
+    free = f"{evidence.blocks_free} of {evidence.blocks_total} are free"
+    if head is None or head.blocks_needed < 0:
+        return f"{stuck}; {free} and what the head needs cannot be computed for this model: {remedy}"
     return (
-        f"{_requests(evidence.waiting, 'waiting')}, nothing runs, {need}{evidence.blocks_free} of "
-        f"{evidence.blocks_total} are free, and nothing has been scheduled for {age(still_ns)}: not a shortage of "
-        "blocks but a fault of the scheduler; abort the head, restart the engine if that does not help"
+        f"{stuck}, although the head {head.request_id} needs {count(head.blocks_needed, 'block')} and {free}: not a "
+        f"shortage of blocks but a fault of the scheduler; {remedy}"
     )
 
 

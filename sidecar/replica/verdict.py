@@ -313,9 +313,9 @@ def _cause(view: View) -> Finding:
     if evidence.running > 0:
         return Finding(Verdict.UNKNOWN, explain.running_stuck(evidence, view.still_ns), stalled=True, since_ns=since)
     head = evidence.head
-    if head is not None and head.blocks_needed > evidence.blocks_total:
+    if head is not None and head.blocks_needed + max(head.blocks_held, 0) > evidence.blocks_total >= 0:
         return Finding(Verdict.HEAD_CANNOT_FIT, explain.cannot_fit(evidence, head), stalled=True, since_ns=since)
-    short = head is not None and head.blocks_needed > evidence.blocks_free
+    short = head is not None and head.blocks_needed > evidence.blocks_free >= 0
     if evidence.verdict == Verdict.HELD_BLOCKS_DEADLOCK or (short and evidence.waiting_holding_blocks > 0):
         return Finding(Verdict.HELD_BLOCKS_DEADLOCK, explain.deadlock(evidence), stalled=True, since_ns=since)
     if short:

@@ -275,6 +275,22 @@ def test_a_head_larger_than_the_pool_can_never_fit():
     assert "needs 200 blocks and the whole pool has 160" in tape.last.explanation
 
 
+def test_a_head_that_needs_more_than_the_pool_on_top_of_what_it_holds_can_never_fit():
+    """vllm#39734."""
+    tape = serving()
+    told = evidence(waiting=1, waiting_holding_blocks=1, blocks_free=60, head=head(80, held=100))
+    tape.play(10, evidence=told, running=0, waiting=1, holding=1, blocks_free=60)
+    assert tape.last.verdict is Verdict.HEAD_CANNOT_FIT
+    assert "on top of the 100 it holds" in tape.last.explanation
+
+
+def test_a_head_whose_need_cannot_be_computed_is_not_called_a_fault_of_the_scheduler():
+    tape = serving()
+    tape.play(10, evidence=evidence(waiting=1, head=head(-1)), running=0, waiting=1)
+    assert (tape.last.verdict, tape.last.stalled) == (Verdict.UNKNOWN, True)
+    assert "cannot be computed" in tape.last.explanation
+
+
 def test_nothing_running_with_an_empty_pool_is_stalled_with_a_reason():
     """vllm#45414: running 0, waiting N, KV usage 0%. No verdict of blocks is true, so UNKNOWN, and stalled."""
     tape = serving()
