@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from google.protobuf.message import Message
 from rich.console import Console
@@ -27,11 +27,10 @@ def write(text: str) -> None:
 
 def show(print_to: Callable[[Console], None], *, wide: bool = False) -> None:
     """A table to stdout."""
-    try:
-        print_to(style.console(sys.stdout, wide=wide))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _let_go()
+    console = style.console(sys.stdout, wide=wide)
+    with console.capture() as capture:
+        print_to(console)
+    write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
 
 def encoded(message: Message, output: str) -> None:
@@ -44,9 +43,9 @@ def note(text: str) -> None:
     print(style.clean(text), file=sys.stderr, flush=True)
 
 
-def warn(texts: object) -> None:
+def warn(texts: Iterable[str]) -> None:
     """Warnings of an answer to stderr, one a line."""
-    for text in texts:  # type: ignore[attr-defined]
+    for text in texts:
         note(f"warning: {text}")
 
 

@@ -32,6 +32,8 @@ ENDED: Final = frozenset(
 )
 _RETRY_S: Final = 1.0
 _WATCH_TRIES: Final = 60
+_WORTH_ANOTHER_TRY: Final = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+"""A coordinator that restarts, and one that dropped a slow reader."""
 
 
 class CoordinatorError(Exception):
@@ -83,36 +85,34 @@ class CoordinatorReach:
             await asyncio.wait([watching, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not watching.done():
                 raise Detached(operation_id)
-            await watching
+            return await watching
         finally:
             for task in (watching, stopping):
                 task.cancel()
             await asyncio.gather(watching, stopping, return_exceptions=True)
-        return await self.get(operation_id)
 
-    async def _watch_to_end(self, operation_id: str, on_progress: OnProgress | None) -> None:
+    async def _watch_to_end(self, operation_id: str, on_progress: OnProgress | None) -> fleet_pb2.FleetOperation:
+        rows: dict[tuple[str, str], fleet_pb2.TargetResult] = {}
         seen = 0
         tries = 0
         while True:
-            request = fleet_pb2.WatchOperationRequest(operation_id=operation_id, after_version=seen)
+            request = fleet_pb2.WatchOperationRequest(operation_id=checked_id(operation_id), after_version=seen)
             try:
                 async for message in self._stub.WatchOperation(request, metadata=self._metadata()):
-                    operation = message.operation
-                    seen, tries = operation.version, 0
+                    operation, tries = message.operation, 0
+                    # The rows of one version can come in several messages; only the last of them has the version.
+                    seen = operation.version or seen
                     for row in operation.results:
+                        rows[row.replica, row.address] = row
                         if on_progress:
                             on_progress(row, operation.counts.total)
                     if operation.state in ENDED:
-                        return
+                        del operation.results[:]
+                        operation.results.extend(rows[key] for key in sorted(rows))
+                        return operation
             except grpc.aio.AioRpcError as error:
-                tries += 1
-                lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
-                if not lost or tries > _WATCH_TRIES:
+                if error.code() not in _WORTH_ANOTHER_TRY or tries >= _WATCH_TRIES:
                     raise self._error(error) from error
-                await asyncio.sleep(_RETRY_S)
-                continue
-            if (await self.get(operation_id)).state in ENDED:
-                return
             tries += 1
             await asyncio.sleep(_RETRY_S)
 

@@ -48,7 +48,7 @@ def of_row(row: fleet_pb2.TargetResult) -> str:
     return ""
 
 
-def reset(engines: Sequence[types_pb2.EngineReset], validate_only: bool = False) -> str:
+def reset(engines: Sequence[types_pb2.EngineReset], validate_only: bool = False, *, with_tiers: bool = True) -> str:
     """As in: 812 cached blocks dropped, 3 requests kept, engine paused 0.40 ms."""
     if validate_only:
         return "would run: the request is accepted"
@@ -58,7 +58,8 @@ def reset(engines: Sequence[types_pb2.EngineReset], validate_only: bool = False)
     for name in ("kept", "preempted", "quarantined"):
         if number := sum(getattr(engine, f"requests_{name}") for engine in engines):
             parts.append(f"{count(number, 'request')} {name}")
-    parts += _other_tiers(engines)
+    if with_tiers:
+        parts += _other_tiers(engines)
     moved = [engine.reorder for engine in engines if engine.HasField("reorder")]
     if moved:
         parts.append(_contiguity(moved))

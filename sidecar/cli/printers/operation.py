@@ -130,7 +130,8 @@ def _engines(row: fleet_pb2.TargetResult) -> Iterator[tuple[str, str, str]]:
         if status.code:
             text = _reason_and(status.reason, status.message)
         elif which == "reset":
-            text = f"{effects.reset([engine], row.reset.validate_only)}; {effects.tiers(engine)}".rstrip("; ")
+            effect = effects.reset([engine], row.reset.validate_only, with_tiers=False)
+            text = f"{effect}; {effects.tiers(engine)}".rstrip("; ")
         elif which == "reorder":
             text = effects.reorder([engine], row.reorder.validate_only)
         elif which == "relieve":

@@ -1,0 +1,260 @@
+"""What `kvctl doctor` looks at, and what it says about it: findings in the order in which a call travels.
+
+Here (limits, token, certificates, proxies), the coordinator, each replica (reachable, a sidecar, its version, its
+clock), each engine (attached, same version as its sidecar, what it cannot do), and, for what runs on this machine,
+the engine directory with its sockets and notes of failed attachments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import ssl
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from kvctl.v1 import fleet_pb2, types_pb2
+
+from engine_bridge import __version__
+from engine_bridge.protocol import default_engine_dir
+from sidecar.cli import output
+from sidecar.cli.exitcodes import Exit
+from sidecar.cli.printers import style
+from sidecar.cli.reaching import open_reach
+from sidecar.cli.settings import Settings
+from sidecar.client.remote import CoordinatorError
+
+Level = Literal["ok", "warning", "wrong"]
+
+EXPIRES_SOON_S: Final = 14 * 24 * 3600
+CLOCK_SKEW_S: Final = 60.0
+_PROXIES: Final = ("http_proxy", "https_proxy", "HTTPS_PROXY", "HTTP_PROXY", "grpc_proxy")
+_TONES: Final = {"ok": "good", "warning": "doubtful", "wrong": "bad"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at."""
+
+    level: Level
+    subject: str
+    found: str
+    advice: str = ""
+    unreachable: bool = False
+
+
+def examine(settings: Settings) -> list[Finding]:
+    """Everything, in the order in which a call travels."""
+    findings = [*_here(settings), *_engine_directory(default_engine_dir())]
+    findings += asyncio.run(_fleet(settings))
+    return findings
+
+
+def print_findings(findings: list[Finding], form: str) -> Exit:
+    """Print, and decide the exit code."""
+    wrong = [finding for finding in findings if finding.level == "wrong"]
+    if form == "json":
+        output.write(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
+    else:
+        made = style.table("", "WHAT", "FOUND")
+        for finding in findings:
+            text = finding.found + (f" -> {finding.advice}" if finding.advice else "")
+            made.add_row(
+                style.words(finding.level, _TONES[finding.level]), style.words(finding.subject), style.words(text)
+            )
+        output.show(lambda console: console.print(made))
+        warnings = sum(finding.level == "warning" for finding in findings)
+        output.write(f"{style.count(len(findings), 'check')}: {len(wrong)} wrong, {style.count(warnings, 'warning')}\n")
+    if not wrong:
+        return Exit.SUCCEEDED
+    replicas = [finding for finding in findings if finding.subject.startswith("replica ")]
+    lost = [finding for finding in replicas if finding.unreachable]
+    return Exit.UNREACHABLE if any(f.unreachable for f in findings) and len(lost) == len(replicas) else Exit.FAILED
+
+
+# --- here --------------------------------------------------------------------------------------------------------
+
+
+def _here(settings: Settings) -> Iterator[Finding]:
+    yield Finding("ok", "kvctl", f"{__version__} on Python {sys.version.split()[0]}")
+    fleet = settings.coordinator or settings.inventory or ", ".join(settings.targets)
+    yield Finding("ok", "fleet", f"{fleet} (from {settings.source})")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < 1024:
+        yield Finding("warning", "open files", f"limit {soft}", "raise it with `ulimit -n 1024` for large fleets")
+    else:
+        yield Finding("ok", "open files", f"limit {soft}")
+    if found := [name for name in _PROXIES if os.environ.get(name)]:
+        yield Finding("ok", "proxy", f"{', '.join(found)} set; kvctl never uses a proxy")
+    for what, path in (("CA", settings.ca), ("certificate", settings.cert)):
+        if path:
+            yield certificate(what, Path(path), time.time())
+    if settings.key:
+        yield _secret_file("key", Path(settings.key))
+    if settings.token_file:
+        yield _secret_file("token", Path(settings.token_file))
+
+
+def certificate(what: str, path: Path, now: float) -> Finding:
+    """Whether a PEM certificate can be read and is valid now. `now`: seconds since the epoch."""
+    subject = f"{what} {path}"
+    try:
+        # The only public way to decode a certificate without a further dependency.
+        ends = ssl.cert_time_to_seconds(_not_after(path))
+    except OSError as error:
+        text = f"cannot be read by uid {os.getuid()}: {error.strerror or error}"
+        return Finding("wrong", subject, text, "check path and mode")
+    except (ValueError, KeyError, ssl.SSLError) as error:
+        return Finding("wrong", subject, f"holds no PEM certificate ({error})", "give the right file")
+    day = time.strftime("%Y-%m-%d", time.gmtime(ends))
+    if ends <= now:
+        return Finding("wrong", subject, f"expired on {day}", "renew it")
+    if ends - now < EXPIRES_SOON_S:
+        return Finding("warning", subject, f"expires on {day}", "renew it soon")
+    return Finding("ok", subject, f"valid until {day}")
+
+
+def _not_after(path: Path) -> str:
+    path.read_bytes()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cafile=str(path))
+    ends = [str(entry["notAfter"]) for entry in context.get_ca_certs() if "notAfter" in entry]
+    if ends:
+        return min(ends, key=ssl.cert_time_to_seconds)
+    # A leaf certificate is not listed among the CAs, so OpenSSL is asked for it alone.
+    decoded = ssl._ssl._test_decode_cert(str(path))  # type: ignore[attr-defined]
+    return str(decoded["notAfter"])
+
+
+def _secret_file(what: str, path: Path) -> Finding:
+    subject = f"{what} {path}"
+    try:
+        mode = path.stat().st_mode
+        with path.open("rb") as file:
+            empty = not file.read(4096).strip()
+    except OSError as error:
+        text = f"cannot be read by uid {os.getuid()}: {error.strerror or error}"
+        return Finding("wrong", subject, text, "check path and mode")
+    if empty:
+        return Finding("wrong", subject, "is empty", f"put a {what} into it")
+    if mode & (stat.S_IRWXG | stat.S_IRWXO) & ~(stat.S_IXGRP | stat.S_IXOTH):
+        return Finding("warning", subject, f"mode {stat.S_IMODE(mode):04o}: others may read it", f"chmod 600 {path}")
+    return Finding("ok", subject, "readable by its owner only")
+
+
+# --- engines of this machine -------------------------------------------------------------------------------------
+
+
+def _engine_directory(directory: Path) -> Iterator[Finding]:
+    subject = f"engine directory {directory}"
+    if not directory.is_dir():
+        return
+    try:
+        entries = sorted(directory.iterdir())
+        found = directory.stat()
+    except OSError as error:
+        text = f"cannot be listed by uid {os.getuid()}: {error.strerror or error}"
+        yield Finding("wrong", subject, text, "run doctor as the engine's user, or set KVCTL_ENGINE_GROUP there")
+        return
+    if found.st_mode & (stat.S_IRWXO):
+        text = f"mode {stat.S_IMODE(found.st_mode):04o}, uid {found.st_uid}: open to everyone"
+        yield Finding("wrong", subject, text, f"chmod 700 {directory}")
+    sockets = [entry for entry in entries if entry.suffix == ".sock"]
+    yield Finding("ok", subject, f"{style.count(len(sockets), 'engine socket')}, uid {found.st_uid}")
+    for entry in entries:
+        if entry.suffix == ".failed":
+            reason = _failure_note(entry)
+            yield Finding(
+                "wrong", f"bridge {entry.stem}", reason, "the engine serves without the bridge; restart it once mended"
+            )
+
+
+def _failure_note(path: Path) -> str:
+    try:
+        note = json.loads(path.read_text())
+        return f"could not attach: {note.get('reason', 'no reason given')}"
+    except (OSError, ValueError, AttributeError):
+        return f"could not attach; its note {path} cannot be read"
+
+
+# --- the fleet ---------------------------------------------------------------------------------------------------
+
+
+async def _fleet(settings: Settings) -> list[Finding]:
+    reach = open_reach(settings)
+    try:
+        try:
+            fleet = await reach.replicas(fleet_pb2.Targets(all=True))
+        except CoordinatorError as error:
+            code = error.failure.code
+            advice = "check the address, and --ca and --token-file" if code != "INVALID_ARGUMENT" else ""
+            return [Finding("wrong", "coordinator", str(error), advice, unreachable=True)]
+        findings = [Finding("warning", "discovery", warning) for warning in fleet.warnings]
+        if settings.coordinator:
+            findings.append(Finding("ok", "coordinator", f"{settings.coordinator} answers"))
+        if not fleet.replicas:
+            findings.append(Finding("wrong", "discovery", "no replica found", "check the inventory or the DNS name"))
+        now = time.time()
+        for replica in fleet.replicas:
+            findings += of_replica(replica, now)
+        return findings
+    finally:
+        await reach.close()
+
+
+def of_replica(replica: fleet_pb2.FleetReplica, now: float) -> Iterator[Finding]:
+    """Findings about one replica. `now`: seconds since the epoch."""
+    subject = f"replica {replica.name}"
+    if not replica.reachable:
+        advice = "start kvctl-sidecar there, or mend the address"
+        if replica.code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+            advice = "check --token-file, or --cert and --key"
+        elif "HTTP" in replica.message or "load balancer" in replica.message:
+            advice = ""
+        yield Finding("wrong", subject, f"{replica.code}: {replica.message}", advice, unreachable=True)
+        return
+    info = replica.info
+    if info.version != __version__:
+        text = f"sidecar {info.version or 'unknown'}, this kvctl {__version__}"
+        yield Finding("warning", subject, text, "upgrade the older one; what one does not know it refuses by name")
+    else:
+        yield Finding("ok", subject, f"sidecar {info.version} at {replica.address}")
+    if info.HasField("started_at") and info.started_at.seconds - now > CLOCK_SKEW_S:
+        ahead = info.started_at.seconds - now
+        text = f"its clock is at least {style.seconds(ahead)} ahead of this one"
+        yield Finding("warning", subject, text, "times in records will confuse; operations do not depend on clocks")
+    if not info.engines:
+        text = "the sidecar has found no engine"
+        yield Finding("wrong", subject, text, "start vLLM with kvctl installed and the same KVCTL_ENGINE_DIR")
+    for engine in info.engines:
+        yield from _of_engine(replica.name, info.version, engine)
+
+
+def _of_engine(replica: str, sidecar_version: str, engine: types_pb2.EngineInfo) -> Iterator[Finding]:
+    subject = f"engine {replica}/{engine.engine.data_parallel_rank}"
+    if not engine.connected:
+        text = engine.unavailable_reason or "does not answer"
+        yield Finding("wrong", subject, text, "`kvctl admission` shows whether it starts, hangs or is gone")
+        return
+    kind = "bridge" if engine.backend == types_pb2.BACKEND_KIND_BRIDGE else "HTTP only"
+    text = f"vLLM {engine.vllm_version or 'unknown'}, {kind}"
+    if engine.backend == types_pb2.BACKEND_KIND_HTTP:
+        yield Finding("warning", subject, text, "install kvctl in the engine's environment for keep and reorder")
+    elif engine.bridge_version != sidecar_version:
+        yield Finding(
+            "warning", subject, f"bridge {engine.bridge_version}, sidecar {sidecar_version}", "upgrade the older"
+        )
+    else:
+        yield Finding("ok", subject, text)
+    if not engine.prefix_caching_enabled:
+        yield Finding("warning", subject, "prefix caching is off: a reset has nothing to drop")
+    for capability in engine.capabilities:
+        if not capability.available:
+            yield Finding("warning", subject, f"cannot {capability.name}: {capability.reason}")

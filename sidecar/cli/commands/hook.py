@@ -1,0 +1,66 @@
+"""kvctl hook: what Kubernetes runs in a container when it starts and before it stops.
+
+A hook must never hold a pod up: it has a time limit of its own, and it exits 0 unless its options make no sense. What
+it found goes to stderr, which Kubernetes shows in the pod's events when a hook fails, and to PID 1's log otherwise.
+"""
+
+from __future__ import annotations
+
+import click
+
+from sidecar.cli.options import Duration
+
+
+@click.group()
+def hook() -> None:
+    """Container hooks for Kubernetes. They call the sidecar in the same pod and never fail a pod."""
+
+
+@hook.command("pre-stop")
+@click.option("--sidecar", default="127.0.0.1:7700", show_default=True, metavar="ADDRESS", help="The pod's sidecar.")
+@click.option("--timeout", type=Duration(most_s=3600), default="30s", show_default=True, help="Longest wait.")
+@click.option("--token-file", metavar="FILE", help="File with a bearer token.")
+@click.option("--ca", metavar="FILE", help="CA that signed the sidecar's certificate.")
+@click.option("--cert", metavar="FILE", help="Client certificate.")
+@click.option("--key", metavar="FILE", help="Key of the client certificate.")
+def pre_stop(
+    sidecar: str, timeout: float, token_file: str | None, ca: str | None, cert: str | None, key: str | None
+) -> None:
+    """Wait until no request runs or waits, then let the container stop. Ends at once when the sidecar is gone."""
+    _wait("pre-stop", sidecar, timeout, token_file, ca, cert, key)
+
+
+@hook.command("post-start")
+@click.option("--sidecar", default="127.0.0.1:7700", show_default=True, metavar="ADDRESS", help="The pod's sidecar.")
+@click.option("--timeout", type=Duration(most_s=3600), default="60s", show_default=True, help="Longest wait.")
+@click.option("--token-file", metavar="FILE", help="File with a bearer token.")
+@click.option("--ca", metavar="FILE", help="CA that signed the sidecar's certificate.")
+@click.option("--cert", metavar="FILE", help="Client certificate.")
+@click.option("--key", metavar="FILE", help="Key of the client certificate.")
+def post_start(
+    sidecar: str, timeout: float, token_file: str | None, ca: str | None, cert: str | None, key: str | None
+) -> None:
+    """Wait until the sidecar answers, so that a container started after it finds it."""
+    _wait("post-start", sidecar, timeout, token_file, ca, cert, key)
+
+
+def _wait(
+    which: str,
+    address: str,
+    timeout_s: float,
+    token_file: str | None,
+    ca: str | None,
+    cert: str | None,
+    key: str | None,
+) -> None:
+    import asyncio
+
+    from sidecar.cli import hooks, output
+    from sidecar.cli.reaching import security_of, told_plainly
+    from sidecar.cli.settings import Settings
+
+    settings = Settings(targets=(address,), ca=ca or "", cert=cert or "", key=key or "", token_file=token_file or "")
+    with told_plainly():
+        security = security_of(settings)
+        wait = hooks.until_idle if which == "pre-stop" else hooks.until_answering
+        output.note(f"{which}: {asyncio.run(wait(address, security, timeout_s))}")

@@ -1,0 +1,136 @@
+"""The live screen of `kvctl top`: a row an engine, what stalls first, q quits.
+
+The screen shows the time of its last look, because a screen that stands still and one that is well look the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Final
+
+from kvctl.v1 import fleet_pb2, types_pb2
+from rich.console import Group, RenderableType
+from rich.live import Live
+
+from sidecar.cli import output, reaching
+from sidecar.cli.printers import admission, style
+from sidecar.cli.printers.admission import known, length, tone, verdict_name
+from sidecar.cli.settings import Settings
+from sidecar.client.reach import Reach
+
+READ_TIMEOUT_S: Final = 5.0
+_KEYS_S: Final = 0.1
+
+
+def live(settings: Settings, targets: fleet_pb2.Targets, interval_s: float, *, once: bool) -> int:
+    """Show the fleet until q or Ctrl-C. Plain lines when stdin or stdout is no terminal."""
+    interactive = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM") != "dumb" and not once
+
+    async def work(reach: Reach) -> int:
+        if interactive:
+            return await _screen(reach, targets, interval_s, settings.source)
+        return await _lines(reach, targets, interval_s, once=once)
+
+    try:
+        return reaching.run(settings, work)
+    except KeyboardInterrupt:
+        return 0
+
+
+async def _lines(reach: Reach, targets: fleet_pb2.Targets, interval_s: float, *, once: bool) -> int:
+    while True:
+        fleet = await reach.admission(targets, READ_TIMEOUT_S)
+        output.show(lambda console, fleet=fleet: console.print(screen(fleet, _clock(), "")))  # type: ignore[misc]
+        if once:
+            return 0
+        await asyncio.sleep(interval_s)
+
+
+async def _screen(reach: Reach, targets: fleet_pb2.Targets, interval_s: float, source: str) -> int:
+    console = style.console(sys.stdout)
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as shown:
+        while True:
+            fleet = await reach.admission(targets, READ_TIMEOUT_S)
+            room = max(console.height - 5, 5)
+            shown.update(screen(fleet, _clock(), f"{source}   q quits", rows=room), refresh=True)
+            for _ in range(max(1, round(interval_s / _KEYS_S))):
+                if pressed() in ("q", "Q", "\x03", "\x1b"):
+                    return 0
+                await asyncio.sleep(_KEYS_S)
+
+
+def screen(fleet: fleet_pb2.FleetAdmissionResponse, when: str, foot: str, rows: int = 10_000) -> RenderableType:
+    """What is shown, at most 80 columns wide: a head line, a row an engine, and why the first ones stall."""
+    entries = [(replica, engine) for replica in fleet.replicas for engine in replica.admission.engines]
+    entries.sort(key=lambda entry: (not entry[1].stalled, entry[0].replica, entry[1].engine.data_parallel_rank))
+    lost = [replica for replica in fleet.replicas if replica.code != "OK"]
+    stalled = sum(engine.stalled for _, engine in entries)
+    head = f"{when}  {style.count(len(fleet.replicas), 'replica')}, {style.count(len(entries), 'engine')}, "
+    head += f"{stalled} stalled, {len(lost)} not reached"
+    made = style.table("ENGINE", "VERDICT", "RUN", "WAIT", "FREE", "CACHED", "TOK/S", "CONTIG", "LAST RESET")
+    for replica, engine in entries[:rows]:
+        rate = engine.tokens_per_second
+        made.add_row(
+            style.words(_short(f"{replica.replica}/{engine.engine.data_parallel_rank}", 14)),
+            style.words(_short(verdict_name(engine.verdict), 20), tone(engine)),
+            style.words(known(engine.requests.running)),
+            style.words(known(engine.requests.waiting)),
+            style.words(_share(engine.blocks.free, engine.blocks.total)),
+            style.words(_share(engine.blocks.cached, engine.blocks.total)),
+            style.words("-" if rate < 0 else f"{rate:.0f}"),
+            style.words(f"{engine.contiguity.ratio:.2f}" if engine.HasField("contiguity") else "-"),
+            style.words(_reset(engine)),
+        )
+    for replica in lost[: max(rows - len(entries), 0)]:
+        made.add_row(style.words(_short(replica.replica, 14)), style.words(replica.code, "bad"), *["-"] * 7)
+    lines: list[RenderableType] = [style.words(head, "bad" if stalled or lost else ""), made]
+    hidden = len(entries) + len(lost) - rows
+    if hidden > 0:
+        lines.append(style.words(f"{hidden} more rows; --replicas shows a part", "quiet"))
+    lines += [style.words(text) for text in admission.remarks(fleet)[:3]]
+    if foot:
+        lines.append(style.words(foot, "quiet"))
+    return Group(*lines)
+
+
+def _share(part: int, whole: int) -> str:
+    if part < 0 or whole <= 0:
+        return "-"
+    return f"{100 * part / whole:.0f}%"
+
+
+def _reset(engine: types_pb2.EngineAdmission) -> str:
+    return style.seconds(length(engine.since_last_reset)) + " ago" if engine.HasField("since_last_reset") else "-"
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 2]}.."
+
+
+def _clock() -> str:
+    return datetime.now().astimezone().strftime("%H:%M:%S")
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[], str]]:
+    """A function that returns the key pressed, or nothing; the terminal is put back whatever happens."""
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+
+    def pressed() -> str:
+        ready, _, _ = select.select([number], [], [], 0)
+        return os.read(number, 1).decode("ascii", "replace") if ready else ""
+
+    try:
+        tty.setcbreak(number)
+        yield pressed
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
