@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 import grpc
+import grpc.aio
 from kvctl.v1 import fleet_pb2, replica_pb2, types_pb2
 
 from sidecar.rpc import errors
@@ -67,9 +68,9 @@ class Failure:
         return bool(self.reason)
 
 
-def read_failure(error: grpc.RpcError) -> Failure:
+def read_failure(error: grpc.aio.AioRpcError) -> Failure:
     """Read an error from a call. Only an error with our details gets a reason here: see `Failure.from_sidecar`."""
-    if errors.DETAILS_KEY not in dict(error.trailing_metadata() or ()):
+    if errors.DETAILS_KEY not in error.trailing_metadata():
         return Failure(error.code().name, "", errors.clean_text(error.details() or ""))
     told = errors.parse(error)
     result = cast("MutationResult", told.result) if type(told.result) in RESULT_FIELDS else None

@@ -68,9 +68,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
 
     async def GetReplica(self, request, context):  # noqa: ANN001, ANN201, N802
         self.identity_calls += 1
-        info = types_pb2.ReplicaInfo(
-            name=self.name, instance_id=self.instance_id, labels=self.labels, version="0.1.0"
-        )
+        info = types_pb2.ReplicaInfo(name=self.name, instance_id=self.instance_id, labels=self.labels, version="0.1.0")
         if self.rotate_identity:
             info.instance_id = uuid.uuid4().hex
         for rank in range(self.engines):
@@ -93,11 +91,18 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         known = await self._guard("reset", request, context)
         if known is not None:
             return known
-        answer = replica_pb2.ResetPrefixCacheResponse(request_id=request.request_id, validate_only=request.validate_only)
+        answer = replica_pb2.ResetPrefixCacheResponse(
+            request_id=request.request_id, validate_only=request.validate_only
+        )
         for rank in range(self.engines):
             engine = answer.engines.add(
-                status=self.status(rank), cached_blocks_dropped=812, requests_running=3, requests_kept=3,
-                prefix_caching_enabled=True, event_published=True, event_tiers=["GPU"],
+                status=self.status(rank),
+                cached_blocks_dropped=812,
+                requests_running=3,
+                requests_kept=3,
+                prefix_caching_enabled=True,
+                event_published=True,
+                event_tiers=["GPU"],
             )
             engine.prefix_cache.state = types_pb2.TIER_STATE_DONE
             engine.connector.state = (
@@ -151,9 +156,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         if request.pause_request_id not in self.leases:
             await errors.abort(
                 context,
-                failure(
-                    grpc.StatusCode.FAILED_PRECONDITION, "WRONG_SCHEDULING_STATE", "no pause holds with that id"
-                ),
+                failure(grpc.StatusCode.FAILED_PRECONDITION, "WRONG_SCHEDULING_STATE", "no pause holds with that id"),
             )
         self.renewals.append(request)
         if self.order is not None and request.weights_complete:
@@ -200,7 +203,9 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
             engine.oldest_waiting.nanos = 250_000_000
             engine.contiguity.ratio = 0.93
             if self.stalled:
-                engine.explanation = "nothing runs, 2 waiting requests hold 973 blocks, the head needs 32 and 27 are free"
+                engine.explanation = (
+                    "nothing runs, 2 waiting requests hold 973 blocks, the head needs 32 and 27 are free"
+                )
         return answer
 
     async def AdmissionStatus(self, request, context):  # noqa: ANN001, ANN201, N802
