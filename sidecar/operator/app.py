@@ -1,9 +1,4 @@
-"""The operator as a process: kopf watches, a Lease says who acts, the controller runs.
-
-kopf is used for what it is best at, watching resources through every kind of interruption, with event handlers only:
-those add no finalizer and no annotation, so that a CacheOperation can be deleted at any time, also while no operator
-runs. What must be on record is written by the journal, not through kopf's patches, because it has to be there before
-a call and not after the handler.
+"""The operator as a process: a watch tells, a Lease says who acts, the controller runs.
 
 On SIGTERM the lease is given back at once; runs are dropped, and the next leader goes on with what is on record.
 """
@@ -16,12 +11,9 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Final
 
-import kopf
-import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from engine_bridge import __version__
@@ -38,10 +30,10 @@ from sidecar.operator.config import Config
 from sidecar.operator.controller import Controller
 from sidecar.operator.events import Announcer
 from sidecar.operator.lease import Election, Timing
-from sidecar.operator.login import connection
-from sidecar.operator.reset_on import RESET_ON, ResetOn
-from sidecar.operator.resource import GROUP, PLURAL, VERSION, read
+from sidecar.operator.reset_on import ResetOn
+from sidecar.operator.resource import Resource
 from sidecar.operator.run import Surroundings
+from sidecar.operator.watch import Watch
 from sidecar.rpc import logs
 from sidecar.rpc.plain_http import Page, PlainHttp
 
@@ -49,8 +41,6 @@ LOG: Final = logging.getLogger("kvctl.operator")
 
 SIDECAR_SELECTOR: Final = "kvctl.dev%2Fsidecar%3Dtrue"
 """Label of pods with a sidecar (deploy/kustomize/components/sidecar), as in a URL."""
-
-Body = Mapping[str, object]
 
 
 def run(config: Config) -> int:
@@ -62,8 +52,7 @@ def run(config: Config) -> int:
 class Operator:
     """One operator process. `run` may be called once."""
 
-    def __init__(self, config: Config, access: Access, *, timing: Timing | None = None) -> None:
-        """`timing`: of the Lease; tests are less patient."""
+    def __init__(self, config: Config, access: Access) -> None:
         self._config = config
         self._api = Api(access)
         self._namespace = config.namespace or access.namespace
@@ -72,7 +61,7 @@ class Operator:
         self._channels = Channels(config.client_security)
         self._sources = self._discoveries()
         self._discovery = self._sources[0] if len(self._sources) == 1 else JoinedDiscovery(self._sources)
-        self._election = Election(self._api, self._namespace, config.lease, identity, timing=timing)
+        self._election = Election(self._api, self._namespace, config.lease, identity, Timing.of(config.lease_duration))
         self._around = Surroundings(
             self._api,
             self._discovery,
@@ -111,8 +100,9 @@ class Operator:
         metrics_at = await http.start(config.metrics) if config.metrics is not None else None
         for source in self._sources:
             source.start()
+        watch = Watch(self._api.access, self._namespace, self._operation_seen, self._pod_seen)
         tasks = [
-            asyncio.create_task(self._watch(), name="watch"),
+            asyncio.create_task(watch.run(self._watching.set), name="watch"),
             asyncio.create_task(self._elect(), name="lease"),
             asyncio.create_task(self._roster.run(lambda: None), name="roster"),
         ]
@@ -151,46 +141,14 @@ class Operator:
 
     # --- watching ------------------------------------------------------------------------------------------------
 
-    async def _watch(self) -> None:
-        registry = kopf.OperatorRegistry()
-        settings = kopf.OperatorSettings()
-        settings.posting.enabled = False  # events are posted by `events`
-        settings.scanning.disabled = True  # the CRD and the namespace are there before the operator is
-        settings.watching.server_timeout = 290
-        kopf.on.login(registry=registry)(self._login)
-        kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)(self._operation_event)
-        kopf.on.event("", "v1", "pods", annotations={RESET_ON: kopf.PRESENT}, registry=registry)(self._pod_event)
-        self._watching.set()
-        await kopf.operator(
-            registry=registry,
-            settings=settings,
-            standalone=True,
-            namespaces=[self._namespace],
-            stop_flag=asyncio.Event(),
-        )
-        raise RuntimeError("the watch has ended")
-
-    def _login(self, **_: object) -> kopf.ConnectionInfo:
-        return connection(self._api.access)
-
-    async def _operation_event(self, event: Body, **_: object) -> None:
-        body = event["object"]
-        assert isinstance(body, Mapping)
-        try:
-            resource = read(body)
-        except ValueError as error:
-            LOG.error("%s", error)
-            return
-        if event.get("type") == "DELETED":
+    async def _operation_seen(self, resource: Resource, deleted: bool) -> None:
+        if deleted:
             await self.controller.gone(resource.metadata.uid)
         else:
             await self.controller.seen(resource)
 
-    async def _pod_event(self, event: Body, **_: object) -> None:
-        body = event["object"]
-        assert isinstance(body, Mapping)
-        pod = msgspec.convert(dict(body), type=Pod)
-        if event.get("type") == "DELETED":
+    async def _pod_seen(self, pod: Pod, deleted: bool) -> None:
+        if deleted:
             self._pods.pop(pod.metadata.uid, None)
             return
         self._pods[pod.metadata.uid] = pod

@@ -30,6 +30,8 @@ class Config:
     discovery: Sequence[str]
     identity: str
     lease: str
+    lease_duration: float
+    """Seconds after which a leader that is gone is replaced."""
     replica_ca: Path | None
     replica_cert: Path | None
     replica_key: Path | None
@@ -58,6 +60,8 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
     config = Config(**values, check=check)  # type: ignore[arg-type]
     if (config.replica_cert is None) != (config.replica_key is None):
         raise ConfigError("--replica-cert and --replica-key go together; one of them is missing")
+    if config.lease_duration < 1:
+        raise ConfigError(f"--lease-duration is {config.lease_duration:g} s; a Lease counts whole seconds, at least 1")
     return config
 
 
@@ -76,6 +80,9 @@ _TABLE: Final[dict[str, Setting]] = {
     ),
     "identity": Setting(settings.one, lambda: os.uname().nodename, "name of this process in the Lease", metavar="NAME"),
     "lease": Setting(settings.one, lambda: "kvctl-operator", "name of the Lease (kvctl-operator)", metavar="NAME"),
+    "lease_duration": Setting(
+        settings.seconds, lambda: "15s", "time after which a lost leader is replaced, at least 1s (15s)", metavar="TIME"
+    ),
     "replica_ca": Setting(settings.path_or_none, str, "CA of the replicas' certificates, PEM", metavar="FILE"),
     "replica_cert": Setting(settings.path_or_none, str, "certificate shown to replicas, PEM", metavar="FILE"),
     "replica_key": Setting(settings.path_or_none, str, "its private key, PEM", metavar="FILE"),

@@ -58,6 +58,11 @@ class Timing:
     renew_deadline: float = 10.0
     retry: float = 2.0
 
+    @classmethod
+    def of(cls, duration: float) -> Timing:
+        """The same proportions for another duration."""
+        return cls(duration, duration * 2 / 3, duration * 2 / 15)
+
 
 class Election:
     """One candidate. `run` keeps trying; `leads` says whether this process may act right now."""
@@ -68,8 +73,8 @@ class Election:
         namespace: str,
         name: str,
         identity: str,
-        *,
         timing: Timing | None = None,
+        *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`identity`: of this process, unique among candidates; a restarted one is another one."""

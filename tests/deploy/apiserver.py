@@ -258,7 +258,10 @@ class ApiServer:
                 self._remember(request, body)
                 return self._answer(request, kind, await self._create(kind, namespace, body), 201)
             if request.query.get("watch") in ("1", "true"):
-                return await self._watch(request, kind, namespace)
+                try:
+                    return await self._watch(request, kind, namespace)
+                except ConnectionResetError:
+                    return web.Response()  # the client has gone; there is nobody to tell
             return self._list(request, kind, namespace)
         key = (kind.plural, namespace, name)
         if request.method == "GET":
