@@ -1,0 +1,114 @@
+"""Settings of kvctl-sidecar: one table, one precedence, errors that name their layer."""
+
+from __future__ import annotations
+
+import pytest
+
+from sidecar.replica import config as settings
+from sidecar.replica.config import ConfigError, load
+from sidecar.rpc.auth import Role
+
+
+def write(tmp_path, text):
+    path = tmp_path / "sidecar.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_win_over_the_environment_over_the_file_over_defaults(tmp_path):
+    path = write(tmp_path, "name: from-file\ngrace: 3s\nlog_level: error\n")
+    env = {"KVCTL_SIDECAR_NAME": "from-env", "KVCTL_SIDECAR_GRACE": "4s"}
+    config = load(["--config", path, "--name", "from-flag"], env)
+    assert (config.name, config.grace, config.log_level, config.log_format) == ("from-flag", 4.0, "error", "logfmt")
+
+
+def test_every_setting_can_be_given_in_every_layer(tmp_path):
+    values = {
+        "name": "x",
+        "labels": "a=b",
+        "engine_dir": str(tmp_path),
+        "engine_url": "http://127.0.0.1:8000",
+        "engine_token_file": "/t",
+        "engine_ca": "/c",
+        "listen": "127.0.0.1:1",
+        "metrics": "off",
+        "tls_cert": "/c",
+        "tls_key": "/k",
+        "tls_client_ca": "/a",
+        "client_role": "coordinator=admin",
+        "token_file": "viewer=/t",
+        "insecure": "true",
+        "expect_engines": "2",
+        "audit_log": "/l",
+        "log_format": "json",
+        "log_level": "debug",
+        "grace": "1s",
+        "max_calls": "7",
+        "ready_file": "/r",
+    }
+    assert values.keys() == settings._TABLE.keys()
+    flags = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        flags += [flag] if value == "true" else [flag, value]
+    by_flag = load(flags, {})
+    by_env = load([], {f"KVCTL_SIDECAR_{name.upper()}": value for name, value in values.items()})
+    by_file = load(["--config", write(tmp_path, "".join(f"{n}: {v!r}\n" for n, v in values.items()))], {})
+    assert by_flag == by_env == by_file
+    assert by_flag.client_role == {"coordinator": Role.ADMIN}
+
+
+def test_lists_and_mappings_in_the_file(tmp_path):
+    path = write(tmp_path, "labels: {pool: a, zone: z}\nlisten: ['127.0.0.1:1', 'unix:/tmp/x']\n")
+    config = load(["--config", path], {})
+    assert config.labels == {"pool": "a", "zone": "z"}
+    assert [str(address) for address in config.listen] == ["127.0.0.1:1", "unix:/tmp/x"]
+
+
+def test_an_unknown_key_names_its_line(tmp_path):
+    path = write(tmp_path, "name: x\n\ntoken_flie: admin=/t\n")
+    with pytest.raises(ConfigError, match=r"line 3: token_flie is not a setting"):
+        load(["--config", path], {})
+
+
+def test_a_misspelt_variable_is_an_error():
+    with pytest.raises(ConfigError, match="KVCTL_SIDECAR_TOKEN_FLIE"):
+        load([], {"KVCTL_SIDECAR_TOKEN_FLIE": "admin=/t"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT_7700_TCP", "PORT_7700_TCP_ADDR", "X_PORT"],
+)
+def test_service_links_are_left_alone(name):
+    load([], {f"KVCTL_SIDECAR_{name}": "tcp://10.0.0.1:7700"})
+
+
+def test_the_layer_of_a_bad_value_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"^KVCTL_SIDECAR_LISTEN: "):
+        load([], {"KVCTL_SIDECAR_LISTEN": "x"})
+    with pytest.raises(ConfigError, match=r"^--listen: "):
+        load(["--listen", "x"], {})
+    path = write(tmp_path, "listen: x\n")
+    with pytest.raises(ConfigError, match=r"sidecar\.yaml: listen: "):
+        load(["--config", path], {})
+
+
+@pytest.mark.parametrize("text", ["- a\n", "name: [1, 2]\n", "name: {a: b}\n", "a: b: c\n", "\x00"])
+def test_a_malformed_file_is_one_sentence(tmp_path, text):
+    with pytest.raises(ConfigError) as caught:
+        load(["--config", write(tmp_path, text)], {})
+    assert "\n" not in str(caught.value)
+
+
+def test_the_engine_directory_falls_back_to_the_engines_own_variable(tmp_path):
+    assert load([], {"KVCTL_ENGINE_DIR": str(tmp_path)}).engine_dir == tmp_path
+
+
+def test_an_empty_variable_is_as_if_it_were_not_set():
+    assert load([], {"KVCTL_SIDECAR_GRACE": ""}).grace == 20.0
+
+
+def test_listen_and_metrics_on_one_port_fail_early():
+    with pytest.raises(ConfigError, match="different ports"):
+        load(["--listen", "127.0.0.1:7700", "--metrics", "127.0.0.1:7700"], {})
