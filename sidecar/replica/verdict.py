@@ -163,7 +163,8 @@ def _no_work(view: View) -> Finding | None:
         if page.last_progress_ns > 0 and quiet < view.limits.linger_ns and _keeps_moving(view):
             return Finding(Verdict.FLOWING, explain.just_ended(quiet))
         return Finding(Verdict.IDLE, explain.idle(view.last.held_blocks))
-    if page.phase == Phase.IDLE and page.running <= 0 and view.phase_ns >= view.limits.linger_ns:
+    explained = view.evidence is not None and bool(view.evidence.verdict)
+    if page.phase == Phase.IDLE and page.running <= 0 and view.phase_ns >= view.limits.linger_ns and not explained:
         # The engine counts these as no work: sessions that wait for their client's next input.
         return Finding(Verdict.IDLE, explain.waiting_for_clients(page.waiting))
     return None
@@ -313,10 +314,13 @@ def _cause(view: View) -> Finding:
     if evidence.running > 0:
         return Finding(Verdict.UNKNOWN, explain.running_stuck(evidence, view.still_ns), stalled=True, since_ns=since)
     head = evidence.head
-    if head is not None and head.blocks_needed + max(head.blocks_held, 0) > evidence.blocks_total >= 0:
+    # The engine's own word first: it has seen the scheduler's structures, and rules out a head that cannot fit.
+    says_deadlock = evidence.verdict == Verdict.HELD_BLOCKS_DEADLOCK
+    cannot_fit = head is not None and head.blocks_needed + max(head.blocks_held, 0) > evidence.blocks_total >= 0
+    if head is not None and cannot_fit and not says_deadlock:
         return Finding(Verdict.HEAD_CANNOT_FIT, explain.cannot_fit(evidence, head), stalled=True, since_ns=since)
     short = head is not None and head.blocks_needed > evidence.blocks_free >= 0
-    if evidence.verdict == Verdict.HELD_BLOCKS_DEADLOCK or (short and evidence.waiting_holding_blocks > 0):
+    if says_deadlock or (short and evidence.waiting_holding_blocks > 0):
         return Finding(Verdict.HELD_BLOCKS_DEADLOCK, explain.deadlock(evidence), stalled=True, since_ns=since)
     if short:
         # No request holds anything, so transfers do, or nobody.
