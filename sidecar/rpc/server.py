@@ -85,8 +85,7 @@ def build(settings: ServerSettings) -> grpc.aio.Server:
             ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", SERVER_LEAST_PING_INTERVAL_MS),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", SERVER_LEAST_PING_INTERVAL_MS),
-            ("grpc.http2.max_ping_strikes", 5),
+            ("grpc.http2.max_ping_strikes", 2),
         ],
     )
 

@@ -74,6 +74,11 @@ class SidecarProcess:
         with self.channel() as channel:
             yield replica_pb2_grpc.CacheAdminStub(channel)
 
+    @contextmanager
+    def stub_over(self, security: ClientSecurity) -> Iterator[replica_pb2_grpc.CacheAdminStub]:
+        with self.channel(security) as channel:
+            yield replica_pb2_grpc.CacheAdminStub(channel)
+
     def get(self, path: str) -> tuple[int, str]:
         try:
             with urllib.request.urlopen(f"http://{self.metrics}{path}", timeout=5) as answer:
