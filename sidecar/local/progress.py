@@ -36,15 +36,22 @@ def boot_progress(replicas: int) -> BootProgress:
     return TerminalProgress(replicas) if sys.stderr.isatty() else PlainProgress(replicas)
 
 
+def _heading(replicas: int) -> str:
+    return f"Booting {replicas} vLLM replica{'s' if replicas > 1 else ''} on the CPU, about half a minute each."
+
+
 class PlainProgress:
     """A line a change, for logs and CI."""
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
-        self._started = time.monotonic()
+        self._started = 0.0
 
     def stage(self, replica: str, text: str) -> None:
         """Print it with the seconds since the start."""
+        if not self._started:
+            click.echo(_heading(self._replicas), err=True)
+            self._started = time.monotonic()
         click.echo(f"[{time.monotonic() - self._started:5.1f} s] {replica}: {text}", err=True)
 
     def ready(self, replica: str) -> None:
@@ -52,8 +59,6 @@ class PlainProgress:
         self.stage(replica, "ready")
 
     def __enter__(self) -> Self:
-        many = "s" if self._replicas > 1 else ""
-        click.echo(f"Booting {self._replicas} vLLM replica{many} on the CPU, about half a minute each.", err=True)
         return self
 
     def __exit__(
@@ -72,11 +77,10 @@ class TerminalProgress:
 
     def stage(self, replica: str, text: str) -> None:
         """Rewrite the replica's line."""
-        if self._shown is None:
-            return
+        shown = self._shown or self._begin()
         if replica not in self._tasks:
-            self._tasks[replica] = self._shown.add_task(replica, total=1, stage=text)
-        self._shown.update(self._tasks[replica], stage=text)
+            self._tasks[replica] = shown.add_task(replica, total=1, stage=text)
+        shown.update(self._tasks[replica], stage=text)
 
     def ready(self, replica: str) -> None:
         """Rewrite the replica's line and stop its spinner."""
@@ -85,21 +89,18 @@ class TerminalProgress:
             self._shown.update(self._tasks[replica], completed=1)
 
     def __enter__(self) -> Self:
+        return self
+
+    def _begin(self) -> Progress:
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        many = "s" if self._replicas > 1 else ""
         console = Console(stderr=True)
-        console.print(f"Booting {self._replicas} vLLM replica{many} on the CPU, about half a minute each.")
-        self._shown = Progress(
-            SpinnerColumn(finished_text="+"),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[stage]}"),
-            console=console,
-        )
+        console.print(_heading(self._replicas))
+        columns = SpinnerColumn(finished_text="+"), TextColumn("{task.description}"), TimeElapsedColumn()
+        self._shown = Progress(*columns, TextColumn("{task.fields[stage]}"), console=console)
         self._shown.start()
-        return self
+        return self._shown
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
