@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -35,6 +36,7 @@ from sidecar.rpc.errors import Failure, failure
 MAX_ACTIVE: Final = 32
 """Operations under way at once; each may have 1,024 calls in flight."""
 
+_RECENT: Final = 64
 _IDENTIFY_S: Final = 2.0
 _FLUSH_EVERY_S: Final = 5.0
 _CANCELLED: Final = "the operation was cancelled before this target's turn"
@@ -68,6 +70,8 @@ class Operations:
         self._metrics = metrics
         self._retention = retention or Retention()
         self._live: dict[str, LiveOperation] = {}
+        self._recent: OrderedDict[str, LiveOperation] = OrderedDict()
+        """The last that ended: a watch that comes back for the end gets what it missed and no more."""
         self._starting: dict[str, asyncio.Lock] = {}
         self._stopping = asyncio.Event()
 
@@ -228,6 +232,9 @@ class Operations:
             live.end(final)
             self._ended(live)
         self._live.pop(operation_id, None)
+        self._recent[operation_id] = live
+        while len(self._recent) > _RECENT:
+            self._recent.popitem(last=False)
         await self.prune()
 
     def _ended(self, live: LiveOperation) -> None:
@@ -339,7 +346,8 @@ class Operations:
 
     async def watch(self, operation_id: str, after_version: int) -> AsyncIterator[fleet_pb2.FleetOperation]:
         """The operation with what changed after a version, again and again until it has ended."""
-        live = self._live.get(_checked_id(operation_id))
+        checked = _checked_id(operation_id)
+        live = self._live.get(checked) or self._recent.get(checked)
         if live is None:
             ended = await self.get(operation_id)
             if ended.version > after_version:

@@ -365,6 +365,23 @@ def test_quiet_waits_for_calls_under_way() -> None:
     assert fake_time.run(work()) == (False, True)
 
 
+def test_after_a_crash_in_a_cancel_the_rest_is_cancelled_too_not_stopped_by_a_failure() -> None:
+    fleet, disk = FakeFleet(), FakeDisk()
+    dropped = fleet_pb2.TargetResult(replica="r1", outcome=CANCELLED, code="CANCELLED", reason="CANCELLED")  # type: ignore[arg-type]
+    disk.intents["r0"] = ("2d931510-d99f-494a-8c67-87feb05e1594", 0)
+    disk.results["r1"] = dropped
+
+    async def work():
+        spec = reset(strategy=ROLLING)
+        execution = Execution(OPERATION, spec, aims(3), fleet, journal=disk, recorded=disk.recorded())
+        execution.cancel("stop it")
+        return await execution.run()
+
+    results = fake_time.run(work())
+    assert [results[f"r{i}"].outcome for i in range(3)] == [SUCCEEDED, CANCELLED, CANCELLED]
+    assert results["r2"].message == "stop it"
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     count=st.integers(1, 6),
