@@ -46,7 +46,7 @@ _DENIED: Final = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED"})
 _NEVER_SENT: Final = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
 _SPEAKS_HTTP1: Final = ("http1.x server", "Expected SETTINGS frame as the first frame")
 _WEB_PROXY: Final = re.compile(r"Received http2 header with status: (\d+)")
-_SPECIFIC: Final = re.compile(r"(?:Failed to connect to remote host|error|recvmsg|connect failed): ?([A-Z][^:()]+)")
+_SPECIFIC: Final = re.compile(r"(?:Failed to connect to remote host|error|recvmsg): ?([A-Z][a-z][^:()]+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,214 @@
+"""One replica's part in a weight update: its pause, the lease on it, and the steps that end it.
+
+The lease is kept by a task of its own, so that a replica that answers nothing delays no other one's renewal. A lease
+counts as lost when the engine says that the pause no longer holds, or when nothing was heard for as long as the lease
+lasts: the engine has acted by itself by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Final
+
+import grpc
+import grpc.aio
+from kvctl.v1 import replica_pb2, replica_pb2_grpc
+
+from sidecar.client.errors import KvctlError, LeaseLost, error_for
+from sidecar.coordinator import outcomes
+from sidecar.coordinator.channels import Channels
+from sidecar.coordinator.port import Aim
+from sidecar.coordinator.targets import Target, derive_request_id
+
+RENEWALS_IN_A_LEASE: Final = 3
+"""Renewed this often within one lease, so that two lost renewals do not lose it."""
+
+SHORTEST_LEASE_S: Final = 1.0
+"""The least that an engine accepts: what ends an abandoned update soonest."""
+
+_LOST_CODES: Final = frozenset({"FAILED_PRECONDITION", "NOT_FOUND"})
+_AGAIN_CODES: Final = frozenset({"UNAVAILABLE", "FAILED_PRECONDITION", "ABORTED", "DEADLINE_EXCEEDED"})
+_PAUSE_BETWEEN_TRIES_S: Final = 0.3
+
+Call = Callable[[float], Awaitable[object]]
+"""A call, given the seconds it may take."""
+
+
+class Lease:
+    """The pause of one replica. `error` is set once the replica is lost to the update."""
+
+    def __init__(self, aim: Aim, operation_id: str, channels: Channels, lease_s: float) -> None:
+        self.aim = aim
+        self.error: KvctlError | None = None
+        self.pause_id = derive_request_id(operation_id, f"{aim.name}/pause")
+        self._reset_id = derive_request_id(operation_id, f"{aim.name}/reset")
+        self._resume_id = derive_request_id(operation_id, f"{aim.name}/resume")
+        self._channels = channels
+        self._lease_s = lease_s
+        self._heard = 0.0
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether the replica still takes part."""
+        return self.error is None
+
+    async def pause(self, policy: replica_pb2.AbandonPolicy.ValueType, timeout_s: float) -> None:
+        """Stop scheduling, and keep the lease from then on."""
+        request = replica_pb2.PauseSchedulingRequest(request_id=self.pause_id, on_abandon=policy)
+        request.lease.FromTimedelta(timedelta(seconds=self._lease_s))
+        before = _now()
+        async with self._stub() as (stub, metadata):
+            if await self._tried(
+                lambda left: stub.PauseScheduling(request, timeout=left, metadata=metadata), timeout_s
+            ):
+                self._heard = before
+                self._keeper = asyncio.create_task(self._keep())
+
+    async def complete(self, timeout_s: float) -> None:
+        """Say that the new weights are whole: an engine that hears no more resets and resumes by itself."""
+        await self._stop_keeping()
+        if self.held:
+            await self._tried_renewal(self._lease_s, complete=True, timeout_s=timeout_s)
+
+    async def reset(self, request: replica_pb2.ResetPrefixCacheRequest, timeout_s: float) -> None:
+        """Forget everything computed with the old weights. A busy connector is asked again until the time is over."""
+        mine = replica_pb2.ResetPrefixCacheRequest()
+        mine.CopyFrom(request)
+        tries = 0
+
+        async def call(left: float) -> None:
+            nonlocal tries
+            # A refusal is on record under its id and would come back for ever.
+            mine.request_id = self._reset_id if not tries else derive_request_id(self._reset_id, str(tries))
+            tries += 1
+            await stub.ResetPrefixCache(mine, timeout=left, metadata=metadata)
+
+        async with self._stub() as (stub, metadata):
+            if self.held:
+                await self._tried(call, timeout_s, again=True)
+
+    async def resume(self, weight_version: str, timeout_s: float) -> None:
+        """Schedule again, with the new version on record."""
+        request = replica_pb2.ResumeSchedulingRequest(
+            request_id=self._resume_id, pause_request_id=self.pause_id, weight_version=weight_version
+        )
+        async with self._stub() as (stub, metadata):
+            if self.held:
+                await self._tried(
+                    lambda left: stub.ResumeScheduling(request, timeout=left, metadata=metadata), timeout_s
+                )
+
+    async def abandon(self, timeout_s: float) -> None:
+        """Let the lease run out at once: the engine then does what it was told to do with an abandoned update."""
+        await self._stop_keeping()
+        if self.held:
+            await self._tried_renewal(SHORTEST_LEASE_S, complete=False, timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        """Keep the lease no longer."""
+        await self._stop_keeping()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        every_s = self._lease_s / RENEWALS_IN_A_LEASE
+        while self.held:
+            await asyncio.sleep(every_s)
+            before = _now()
+            try:
+                await self._renew(self._lease_s, complete=False, timeout_s=every_s)
+            except (grpc.aio.AioRpcError, OSError, ValueError) as error:
+                # OSError, ValueError: the token file is being replaced; the next renewal reads it again.
+                failure = _read(error)
+                if failure.code in _LOST_CODES or _now() - self._heard > self._lease_s:
+                    self.error = LeaseLost(
+                        f"{self.aim.name}: the pause was lost during the update: {failure.message}",
+                        code=failure.code,
+                        reason=failure.reason,
+                        replica=self.aim.name,
+                    )
+            else:
+                self._heard = before
+
+    async def _renew(self, lease_s: float, *, complete: bool, timeout_s: float) -> None:
+        request = replica_pb2.RenewPauseRequest(pause_request_id=self.pause_id, weights_complete=complete)
+        request.lease.FromTimedelta(timedelta(seconds=lease_s))
+        async with self._stub() as (stub, metadata):
+            await stub.RenewPause(request, timeout=timeout_s, metadata=metadata)
+
+    async def _tried_renewal(self, lease_s: float, *, complete: bool, timeout_s: float) -> None:
+        deadline = _now() + timeout_s
+        while True:
+            try:
+                return await self._renew(lease_s, complete=complete, timeout_s=max(deadline - _now(), 0.05))
+            except grpc.aio.AioRpcError as error:
+                failure = outcomes.read_failure(error)
+                if failure.code in _LOST_CODES:
+                    text = f"{self.aim.name}: the pause ended before the update did: {failure.message}"
+                    self.error = LeaseLost(text, code=failure.code, reason=failure.reason, replica=self.aim.name)
+                    return None
+                if failure.code != "UNAVAILABLE" or _now() + _PAUSE_BETWEEN_TRIES_S >= deadline:
+                    self._lost(failure)
+                    return None
+            await asyncio.sleep(_PAUSE_BETWEEN_TRIES_S)
+
+    async def _tried(self, call: Call, timeout_s: float, *, again: bool = False) -> bool:
+        """One call, repeated while the replica cannot be reached (and, with `again`, while it refuses)."""
+        deadline = _now() + timeout_s
+        while True:
+            try:
+                await call(max(deadline - _now(), 0.05))
+            except grpc.aio.AioRpcError as error:
+                failure = outcomes.read_failure(error)
+                worth = failure.code in _AGAIN_CODES if again else failure.code == "UNAVAILABLE"
+                wait_s = max(_PAUSE_BETWEEN_TRIES_S, failure.retry_after_s)
+                if not worth or _now() + wait_s >= deadline:
+                    self._lost(failure)
+                    return False
+                await asyncio.sleep(wait_s)
+            else:
+                return True
+
+    def _lost(self, failure: outcomes.Failure) -> None:
+        told = outcomes.unreachable(failure, self.aim.address, 0.0) if not failure.from_sidecar else failure
+        self.error = error_for(told.code, told.reason, told.message, self.aim.name)
+
+    async def _stop_keeping(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._keeper
+            self._keeper = None
+
+    def _stub(self) -> _Leased:
+        return _Leased(self._channels, self.aim)
+
+
+class _Leased:
+    """The replica's stub and credentials, while its channel is in use."""
+
+    def __init__(self, channels: Channels, aim: Aim) -> None:
+        target = Target(aim.address, aim.name, aim.labels, server_name=aim.server_name)
+        self._lease = channels.lease(target)
+        self._channels = channels
+
+    async def __aenter__(self) -> tuple[replica_pb2_grpc.CacheAdminAsyncStub, tuple[tuple[str, str], ...]]:
+        channel = await self._lease.__aenter__()
+        return replica_pb2_grpc.CacheAdminStub(channel), self._channels.metadata()
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._lease.__aexit__(None, None, None)
+
+
+def _read(error: grpc.aio.AioRpcError | OSError | ValueError) -> outcomes.Failure:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return outcomes.read_failure(error)
+    return outcomes.Failure("UNAUTHENTICATED", "", str(error))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
