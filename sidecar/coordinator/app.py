@@ -142,6 +142,7 @@ class Application:
             background = [
                 asyncio.create_task(self._roster.run(lambda: self._health.set_serving(True))),
                 asyncio.create_task(self._prune_now_and_then()),
+                asyncio.create_task(self._operations.unknowns.run()),
             ]
             LOG.info(
                 "serving address=%s metrics=%s store=%s discovery=%r pid=%d version=%s",

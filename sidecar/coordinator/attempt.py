@@ -17,7 +17,7 @@ from typing import Final
 
 from kvctl.v1 import fleet_pb2, types_pb2
 
-from sidecar.coordinator.port import Aim, Answer, Journal, JournalError, Replicas
+from sidecar.coordinator.port import Aim, Answer, Asked, Journal, JournalError, Replicas
 from sidecar.coordinator.retry import Advice, Next, Retries, outcome_unknown
 from sidecar.coordinator.targets import derive_request_id
 
@@ -120,12 +120,7 @@ class Attempt:
         left = self._retries.deadline - self._now()
         if self._calls == 0 or not outcome_unknown(answer.result) or left < _SHORTEST_S:
             return answer
-        asked = await self._replicas.ask(self._aim, request_id, min(_QUESTION_S, left))
-        if asked.known is None:
-            return answer
-        if asked.known is False:
-            return _never_executed(answer)
-        return asked.answer or Answer(_under_way())
+        return settled(await self._replicas.ask(self._aim, request_id, min(_QUESTION_S, left)), answer)
 
     def _complete(self, result: fleet_pb2.TargetResult, request_id: str, why: str) -> fleet_pb2.TargetResult:
         final = fleet_pb2.TargetResult()
@@ -144,6 +139,15 @@ class Attempt:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+def settled(asked: Asked, lost: Answer) -> Answer:
+    """What a replica's word on a request id makes of an answer that was lost."""
+    if asked.known is None:
+        return lost
+    if asked.known is False:
+        return _never_executed(lost)
+    return asked.answer or Answer(_under_way())
 
 
 def _still_unknown(answer: Answer) -> Answer:

@@ -31,6 +31,7 @@ from sidecar.coordinator.schema import StoredOperation, StoreError
 from sidecar.coordinator.selectors import read_targets
 from sidecar.coordinator.store import Store, StoreJournal
 from sidecar.coordinator.targets import Target
+from sidecar.coordinator.unknowns import Unknowns
 from sidecar.rpc.errors import Failure, failure
 
 MAX_ACTIVE: Final = 32
@@ -69,6 +70,7 @@ class Operations:
         self._channels = channels
         self._metrics = metrics
         self._retention = retention or Retention()
+        self.unknowns = Unknowns(store, GrpcReplicas(channels), metrics, self._learned)
         self._live: dict[str, LiveOperation] = {}
         self._recent: OrderedDict[str, LiveOperation] = OrderedDict()
         """The last that ended: a watch that comes back for the end gets what it missed and no more."""
@@ -240,6 +242,7 @@ class Operations:
     def _ended(self, live: LiveOperation) -> None:
         operation = live.operation
         self._metrics.operation_ended(operation)
+        self.unknowns.watch(operation)
         _audit.info(
             "fleet operation=%s id=%s caller=%s state=%s succeeded=%d total=%d phase=end",
             operation.spec.WhichOneof("operation"),
@@ -249,6 +252,10 @@ class Operations:
             operation.counts.succeeded,
             operation.counts.total,
         )
+
+    def _learned(self, operation: fleet_pb2.FleetOperation, _row: fleet_pb2.TargetResult) -> None:
+        """The store has a newer end than the one in memory."""
+        self._recent.pop(operation.operation_id, None)
 
     def _row_changed(self, live: LiveOperation, row: fleet_pb2.TargetResult) -> None:
         if row.outcome != fleet_pb2.TARGET_OUTCOME_RUNNING:

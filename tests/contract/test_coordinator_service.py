@@ -156,6 +156,34 @@ async def test_three_hundred_failures_with_long_non_ascii_texts_are_three_hundre
     assert ended.state == fleet_pb2.OPERATION_STATE_FAILED
 
 
+async def test_an_outcome_that_was_unknown_is_asked_for_after_the_end_until_it_is_known(tmp_path: Path) -> None:
+    fake = FakeSidecar()
+    fake.forget_answers = True
+    real = fake.GetOperation
+    muted = True
+
+    async def mute(request: object, context: grpc.aio.ServicerContext) -> object:
+        if muted:
+            await asyncio.sleep(60)
+        return await real(request, context)
+
+    fake.GetOperation = mute  # type: ignore[method-assign]
+    async with serving(fake) as addresses, coordinator(tmp_path, named(addresses)) as running:
+        ended = await running.run(keep_reset(timeout=2))
+        assert outcomes(ended) == {"r0": "UNKNOWN"}
+        assert ended.state == fleet_pb2.OPERATION_STATE_FAILED
+        assert "kvctl_coordinator_operations_unknown 1.0" in (await running.page("/metrics"))[1]
+        muted = False
+        await running.app._operations.unknowns.ask_all()
+        learned = await running.get(ended.operation_id)
+        assert outcomes(learned) == {"r0": "SUCCEEDED"}
+        assert learned.state == SUCCEEDED
+        assert learned.results[0].request_id == ended.results[0].request_id
+        assert learned.version > ended.version
+        assert "kvctl_coordinator_operations_unknown 0.0" in (await running.page("/metrics"))[1]
+    assert len(fake.effects) == 1
+
+
 # --- steering ----------------------------------------------------------------------------------------------------
 
 
