@@ -21,9 +21,16 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK = 16
@@ -105,14 +112,26 @@ def vllm_config(
     return config
 
 
+OFFLOAD = "SimpleCPUOffloadConnector"
+CPU_BLOCKS = 32
+
+
 def _transfer(connector: str | list[str]) -> KVTransferConfig:
     def one(name: str) -> dict[str, Any]:
+        if name == OFFLOAD:
+            extra = {"cpu_bytes_to_use": CPU_BLOCKS * full_attention().page_size_bytes}
+            return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
         return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_module_path": __name__}
 
     if isinstance(connector, str):
         return KVTransferConfig(**one(connector))
     children = {"connectors": [one(name) for name in connector]}
     return KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=children)
+
+
+def _memory(blocks: int) -> KVCacheTensor:
+    page = full_attention().page_size_bytes
+    return KVCacheTensor(size=blocks * page, layers=["layer0"], layer_stride=blocks * page, block_stride=page)
 
 
 def full_attention() -> FullAttentionSpec:
@@ -146,7 +165,9 @@ class World:
         cls = scheduler_class or (AsyncScheduler if options.get("asynchronous") else Scheduler)
         self.scheduler = cls(
             vllm_config=self.config,
-            kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+            kv_cache_config=KVCacheConfig(
+                num_blocks=blocks, kv_cache_tensors=[_memory(blocks)], kv_cache_groups=groups
+            ),
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=BLOCK,
             log_stats=True,
@@ -186,17 +207,16 @@ class World:
         self.in_flight.append(output)
         return output
 
-    def process(self, loaded: Iterable[str] = ()) -> None:
-        """The oldest step in flight has run, and these loads have finished."""
+    def process(self, loaded: Iterable[str] = (), stored: Iterable[int] = ()) -> None:
+        """The oldest step in flight has run, and these loads and offload stores have finished."""
         output = self.in_flight.popleft()
         ids = list(output.num_scheduled_tokens)
         sampled = [self._sampled(output, request_id) for request_id in ids]
-        loaded = set(loaded)
         runner = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
-            kv_connector_output=KVConnectorOutput(finished_recving=loaded) if loaded else None,
+            kv_connector_output=_transfers(set(loaded), list(stored)),
         )
         for outputs in self.scheduler.update_from_output(output, runner).values():
             for one in outputs.outputs:
@@ -267,6 +287,13 @@ class World:
         assert not self.scheduler.requests
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert not any(group.req_to_blocks for group in self.groups)
+
+
+def _transfers(loaded: set[str], stored: list[int]) -> KVConnectorOutput | None:
+    if not loaded and not stored:
+        return None
+    done = SimpleCPUOffloadWorkerMetadata(completed_store_events=dict.fromkeys(stored, 1)) if stored else None
+    return KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=done)
 
 
 def queue_ids(pool: Any) -> list[int]:
