@@ -110,7 +110,7 @@ ADMISSION: Final = (
         "10m",
         "warning",
         "the scheduler has been paused for ten minutes.",
-        f"If no weight update runs, run `kvctl resume --replicas {REPLICA}`; else look at the trainer.",
+        f"If no weight update runs, run `kvctl scheduling resume --replicas {REPLICA}`; else look at the trainer.",
     ),
     _verdict(
         "KvctlAdmissionSleeping",
@@ -205,7 +205,7 @@ OPERATIONS: Final = (
         severity="warning",
         summary=f"RESETS REFUSED: replica {REPLICA}: {_TIMES} resets were refused in 15 minutes and none succeeded.",
         remedy="The cache is older than its caller believes. Use `--mode keep` (with `--quarantine` after a weight "
-        "update), `--wait`, or `--mode preempt`.",
+        "update), `--wait-for-idle`, or `--mode preempt`.",
     ),
     Alert(
         name="KvctlOperationsTimedOut",
@@ -269,7 +269,8 @@ QUEUE: Final = (
         hold="0m",
         severity="critical",
         summary=f"ABANDONED UPDATE: {_WHERE}: the client that wrote the weights went away; they may be half written.",
-        remedy=f"Write the weights again, then `kvctl resume --replicas {REPLICA}`. The engine stays paused till then.",
+        remedy=f"Write the weights again, then run `kvctl scheduling resume --replicas {REPLICA}`; the engine stays "
+        "paused till then.",
     ),
 )
 
@@ -287,7 +288,7 @@ PRESENCE: Final = (
     ),
     Alert(
         name="KvctlAbsent",
-        expr="absent(kvctl_build_info)",
+        expr="absent(kvctl_watchers)",  # a sidecar's series; kvctl_build_info is the coordinator's too
         hold="10m",
         severity="critical",
         summary="ABSENT: no kvctl sidecar is scraped at all; no alert about admissions can fire.",

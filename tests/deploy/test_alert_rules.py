@@ -172,7 +172,7 @@ CASES: dict[str, Case] = {
         "6m",
         {"namespace": "llm", "pod": "vllm-0"},
     ),
-    "KvctlAbsent": Case([Series("up", "1x60")], [BUILD], "11m", {}),
+    "KvctlAbsent": Case([BUILD], [BUILD, Series("kvctl_watchers", "0x60")], "11m", {}),
     "KvctlReplicasUnreachable": Case(
         [Series("kvctl_coordinator_replicas", "2x60", {"state": "unreachable"})],
         [Series("kvctl_coordinator_replicas", "2x60", {"state": "reachable"})],

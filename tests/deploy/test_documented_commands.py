@@ -1,0 +1,117 @@
+"""Every kvctl command that an alert, a runbook, a hook or the installation page names is one that kvctl takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import kubernetes_validate
+import pytest
+import yaml
+from apiserver import CRD
+from crd_validation import admit
+
+from deploy.observability.alerts import ALERTS
+from sidecar.cli.main import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+HOOKS = ROOT / "deploy/hooks"
+PAGES = [*sorted((ROOT / "docs/runbooks").glob("*.md")), ROOT / "docs/install.md", HOOKS / "README.md"]
+COMMAND = re.compile(r"`(kvctl [^`]+)`|^ {4}(?:\$ )?(kvctl [^\n]+)$", re.MULTILINE)
+
+
+def commands_in(text: str) -> list[str]:
+    text = text.replace("{{ or $labels.pod $labels.instance }}", "POD")
+    found = [a or b for a, b in COMMAND.findall(text)]
+    return [re.sub(r"\s*(#|;|&&|\|).*", "", command) for command in found]
+
+
+def documented() -> list[tuple[str, str]]:
+    found = [(page.name, command) for page in PAGES if page.is_file() for command in commands_in(page.read_text())]
+    found += [(alert.name, command) for alert in ALERTS for command in commands_in(alert.remedy)]
+    return sorted(set(found))
+
+
+def parse(words: list[str]) -> None:
+    """Let click read a command line to its end without running it."""
+    context = click.Context(cli, info_name="kvctl")
+    command: click.Command = cli
+    while isinstance(command, click.Group) and words:
+        name, found, words = command.resolve_command(context, words)
+        assert found is not None, name
+        command = found
+    if not isinstance(command, click.Group):  # a bare group's name only leads to its help
+        command.make_context(command.name, list(words), parent=context)
+
+
+@pytest.mark.parametrize(("where", "command"), documented(), ids=str)
+def test_a_documented_command_is_one_that_kvctl_takes(where: str, command: str) -> None:
+    try:
+        parse(shlex.split(command)[1:])
+    except (click.UsageError, click.exceptions.Exit) as error:
+        pytest.fail(f"{where}: `{command}`: {error}")
+
+
+def test_runbooks_and_alerts_do_name_commands() -> None:
+    assert len(documented()) > 40
+
+
+def test_a_command_that_kvctl_does_not_take_would_be_caught() -> None:
+    with pytest.raises(click.UsageError):
+        parse(["reset", "--no-such-option"])
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return [one for one in yaml.safe_load_all((HOOKS / name).read_text()) if one]
+
+
+def words_in(node: Any) -> list[list[str]]:
+    """Every command line of a manifest that starts with kvctl."""
+    if isinstance(node, list):
+        return [found for one in node for found in words_in(one)]
+    if not isinstance(node, dict):
+        return []
+    found = [words for inner in node.values() for words in words_in(inner)]
+    command = node.get("command")
+    if isinstance(command, list) and command[:1] == ["kvctl"]:
+        found.append([*command[1:], *node.get("args", [])])
+    for value in node.values():
+        if isinstance(value, str) and value.startswith("kvctl "):
+            found.append(shlex.split(value)[1:])
+    return found
+
+
+@pytest.mark.parametrize("name", ["lifecycle.yaml", "job.yaml", "rayjob.yaml"])
+def test_a_hook_runs_commands_that_kvctl_takes_and_needs_no_curl(name: str) -> None:
+    lines = [line for document in documents(name) for line in words_in(document)]
+    assert lines
+    for line in lines:
+        parse(line)
+    assert "curl" not in (HOOKS / name).read_text()
+
+
+def test_the_job_satisfies_the_schemas_of_kubernetes() -> None:
+    for document in documents("job.yaml"):
+        kubernetes_validate.validate(document, "1.37", strict=True)
+
+
+def test_the_cacheoperations_in_hooks_are_accepted_by_the_definition() -> None:
+    schema = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    argo = documents("argo-workflow.yaml")[0]
+    inner = yaml.safe_load(next(t for t in argo["spec"]["templates"] if t["name"] == "reset")["resource"]["manifest"])
+    for body in (documents("cacheoperation.yaml")[0], inner):
+        stored = admit(schema, body)
+        assert stored["spec"]["reset"]["quarantineRunning"] is True
+        unknown = set(body["spec"]) - set(stored["spec"])
+        assert not unknown, f"pruned: {unknown}"
+
+
+def test_the_workflow_knows_every_phase_that_is_an_end() -> None:
+    from sidecar.operator.resource import FINAL
+
+    template = next(t for t in documents("argo-workflow.yaml")[0]["spec"]["templates"] if t["name"] == "reset")
+    failed = re.findall(r"\w+", template["resource"]["failureCondition"].partition(" in ")[2])
+    assert {"Succeeded", *failed} == FINAL
