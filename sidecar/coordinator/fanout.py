@@ -41,7 +41,10 @@ class GrpcReplicas:
         """`identities`: address -> who answered there, from `resolution.resolve`."""
         self._channels = channels
         self._identities = dict(identities or {})
-        self._owners = {info.instance_id: address for address, info in self._identities.items() if info.instance_id}
+        self._owners: dict[str, str] = {}
+        for address, info in self._identities.items():
+            if info.instance_id:
+                self._owners.setdefault(info.instance_id, address)
         self._under_way: dict[str, tuple[Aim, str]] = {}
 
     async def call(self, aim: Aim, spec: fleet_pb2.OperationSpec, request_id: str, timeout_s: float) -> Answer:
