@@ -16,6 +16,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(item.path).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.engine)
+            # The first test that needs the shared fleet waits for it to boot.
+            item.add_marker(pytest.mark.timeout(BOOT_SECONDS + 200))
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +29,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fleet(home: Path) -> Iterator[Kvctl]:
     """The fleet that every test shares which does it no lasting harm."""
     kvctl = Kvctl(home)
-    booted = kvctl.run("local", "up", "--replicas", "2", timeout=BOOT_SECONDS)
-    assert booted.code == 0, booted.err
-    directory = kvctl.fleet.directory
-    yield kvctl
-    ended = kvctl.run("local", "down")
+    try:
+        booted = kvctl.run("local", "up", "--replicas", "2", timeout=BOOT_SECONDS)
+        assert booted.code == 0, booted.err
+        directory = kvctl.fleet.directory
+        yield kvctl
+    finally:
+        ended = kvctl.run("local", "down")
     assert ended.code == 0, ended.err
     assert left_behind(kvctl, directory) == []
 
@@ -48,6 +52,12 @@ async def load(fleet: Kvctl) -> AsyncIterator[list[Load]]:
 
 
 @pytest.fixture
-def scratch(tmp_path: Path) -> Kvctl:
-    """kvctl with nothing up."""
-    return Kvctl(tmp_path)
+def scratch(tmp_path: Path) -> Iterator[Kvctl]:
+    """kvctl with nothing up, and nothing left up however the test ends."""
+    kvctl = Kvctl(tmp_path)
+    yield kvctl
+    for process in kvctl.started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    kvctl.run("local", "down")

@@ -6,14 +6,10 @@ import json
 import signal
 from pathlib import Path
 
-import pytest
-
 from sidecar.local.layout import read_record
 from sidecar.local.processes import alive
 from tests.e2e.fleet_program import left_behind
 from tests.e2e.test_fleet_faults import wait_for
-
-pytestmark = pytest.mark.timeout(500)
 
 
 def test_the_demo_holds_every_claim_and_leaves_nothing(scratch, tmp_path):

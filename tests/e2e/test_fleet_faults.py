@@ -18,8 +18,6 @@ from tests.e2e.fleet_program import BOOT_SECONDS, Kvctl, left_behind
 
 T = TypeVar("T")
 
-pytestmark = pytest.mark.timeout(400)
-
 
 def wait_for(what: str, look: Callable[[], T | None], seconds: float = 60) -> T:
     deadline = time.monotonic() + seconds

@@ -9,8 +9,6 @@ import pytest
 from sidecar.local.load import finish, prompt
 from sidecar.local.streams import Generation, generate
 
-pytestmark = pytest.mark.timeout(300)
-
 
 async def test_keep_resets_every_replica_under_load_and_interrupts_no_stream(fleet, load):
     streams = [stream for each in load for stream in each.under_way()]
