@@ -185,6 +185,11 @@ def long_step(page: Counters, still_ns: int) -> str:
     return f"{_load(page)}; one step has been running for {age(still_ns)}"
 
 
+def first_step(phase_ns: int) -> str:
+    """A step that began when the counts still said nothing."""
+    return f"one step has been running for {age(phase_ns)}; what it runs is counted when it ends"
+
+
 def arriving(demand: int, still_ns: int) -> str:
     """Not scheduled yet, no reason to worry."""
     return f"{_requests(demand, 'there')} since {age(still_ns)} and about to be scheduled"

@@ -155,6 +155,9 @@ def _no_work(view: View) -> Finding | None:
     page = view.page
     if page.running < 0 and page.waiting < 0:
         return Finding(Verdict.UNKNOWN, explain.no_counts())
+    if view.last.demand == 0 and page.phase == Phase.STEP and view.phase_ns >= view.limits.linger_ns:
+        # Counts are written when a step ends, so the first step of the first request shows none.
+        return Finding(Verdict.FLOWING, explain.first_step(view.phase_ns), since_ns=page.phase_since_ns)
     if view.last.demand == 0:
         leak = _leak(view)
         if leak is not None:
@@ -256,9 +259,10 @@ def _former(view: View) -> Bucket | None:
 def _saturated(view: View) -> Finding | None:
     """Something runs, and the head of the queue waits for blocks. Without evidence: the pool is nearly full."""
     page = view.page
-    queued = max(
-        (s.admissible for s in view.window if s.at_ns >= view.last.at_ns - 2 * view.limits.linger_ns), default=0
-    )
+    queued = view.last.admissible
+    if view.was(Verdict.SATURATED):
+        recent = (s.admissible for s in view.window if s.at_ns >= view.last.at_ns - 2 * view.limits.linger_ns)
+        queued = max(recent, default=0)
     if page.running <= 0 or queued == 0 or page.blocks_total <= 0 or page.blocks_free < 0:
         return None
     known = view.history.latest_evidence

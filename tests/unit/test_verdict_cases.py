@@ -432,6 +432,16 @@ def test_a_long_first_prefill_with_nothing_running_yet_is_no_stall():
     assert tape.last.verdict is Verdict.FLOWING
 
 
+def test_a_long_step_that_began_before_anything_was_counted_is_flowing_and_not_idle():
+    """The page's counts are written when a step ends."""
+    tape = Tape()
+    tape.play(3)
+    tape.play(20, phase=Phase.STEP, turning=False)
+    assert tape.verdicts == ["IDLE", "FLOWING"]
+    tape.play(45, phase=Phase.STEP, turning=False)
+    assert tape.last.verdict is Verdict.ENGINE_HUNG
+
+
 def test_an_old_phase_with_the_process_alive_is_hung():
     tape = serving()
     tape.play(63, phase=Phase.STEP, turning=False)
