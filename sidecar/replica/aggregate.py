@@ -143,10 +143,16 @@ class _Judged:
 
 
 def fold(
-    kind: str, request_id: str, answers: Sequence[EngineAnswer], mutation: protocol.Mutation | None = None
+    kind: str,
+    request_id: str,
+    answers: Sequence[EngineAnswer],
+    mutation: protocol.Mutation | None = None,
+    *,
+    did: str = "did it",
 ) -> Folded:
     """One status and one response from every engine's answer, by rank. `kind` is a name of protocol.Outcome.operation;
-    `mutation` tells which tiers were asked for, None when that is not known any more.
+    `mutation` tells which tiers were asked for, None when that is not known any more; `did` is what the other engines
+    did, for the headline.
     """
     judged = [_judge(answer) for answer in sorted(answers, key=lambda a: (a.rank, a.incarnation))]
     response = _response(kind, request_id, judged, mutation)
@@ -161,7 +167,7 @@ def fold(
         response,
         worst.code,
         worst.reason,
-        _headline(worst, failed, len(judged)),
+        _headline(worst, failed, len(judged), did),
         max(hints) if hints and worst.retry_after is not None else None,
         tuple(
             Precondition(j.reason, f"engine {j.answer.rank}", j.message)
@@ -226,7 +232,7 @@ def _known_reason(reason: str, otherwise: str) -> str:
     return reason if reason in REASONS else otherwise
 
 
-def _headline(worst: _Judged, failed: Sequence[_Judged], total: int) -> str:
+def _headline(worst: _Judged, failed: Sequence[_Judged], total: int, did: str) -> str:
     """The sentence a person reads first."""
     text = worst.message
     engine = f"engine {worst.answer.rank}"
@@ -234,7 +240,7 @@ def _headline(worst: _Judged, failed: Sequence[_Judged], total: int) -> str:
         return text
     if not text.startswith(engine):
         text = f"{engine}: {text}"
-    others = "; all other engines did it" if len(failed) == 1 else f"; {total - len(failed)} of {total} engines did it"
+    others = f"; all other engines {did}" if len(failed) == 1 else f"; {total - len(failed)} of {total} engines {did}"
     return text + others
 
 

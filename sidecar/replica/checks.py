@@ -26,7 +26,7 @@ async def forecast(wanted: Wanted, engines: Sequence[EngineBackend], deadline: D
     answers = [
         EngineAnswer(engine.rank, engine.incarnation, answer) for engine, answer in zip(engines, submitted, strict=True)
     ]
-    folded = fold(wanted.kind, wanted.request_id, answers, wanted.mutation)
+    folded = fold(wanted.kind, wanted.request_id, answers, wanted.mutation, did="would do it")
     folded.response.validate_only = True  # type: ignore[attr-defined]
     return folded
 
@@ -46,7 +46,9 @@ async def _look(wanted: Wanted, engine: EngineBackend, deadline: Deadline) -> Su
         reason = "NEEDS_ENGINE_BRIDGE" if facts.backend == "http" else "ENGINE_LACKS_CAPABILITY"
         return _outcome(wanted, "unsupported", reason, "; ".join(lacking))
     evidence = await engine.evidence(max(0.05, deadline.for_next_hop().remaining()), contiguity_blocks=0)
-    if isinstance(evidence, Lost | Unreachable):
+    if isinstance(evidence, Lost):
+        return Lost("not_executed", evidence.message)
+    if isinstance(evidence, Unreachable):
         return evidence
     return _judge(wanted, evidence)
 

@@ -174,6 +174,7 @@ def _refusing(error: Failure) -> Callable[[Message, Context], Awaitable[NoReturn
 async def _end(method: str, context: Context, began: float, raised: BaseException) -> NoReturn:
     error = _as_failure(method, raised)
     _log_call(method, context, began, error)
+    # Raises; when the caller has gone meanwhile, it raises what gRPC itself takes as the end of the call.
     await abort(context, error)
 
 

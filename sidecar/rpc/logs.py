@@ -53,6 +53,12 @@ def configure(log_format: Format, level: str) -> None:
     root.setLevel(level.upper())
     for chatty in ("grpc", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not gRPC's trace for an answer whose caller had gone: it is logged as an error with no error in it."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core by servicer method")
 
 
 def split(message: str) -> tuple[str, dict[str, str]]:
