@@ -25,6 +25,7 @@ from sidecar.backends.bridge.directory import EngineDirectory
 from sidecar.backends.engine import EngineSet
 from sidecar.replica.audit import AuditLog
 from sidecar.replica.config import Config
+from sidecar.replica.judgement import thresholds
 from sidecar.replica.metrics import ReplicaMetrics
 from sidecar.replica.operations import Operations
 from sidecar.replica.sampler import Sampler
@@ -80,6 +81,7 @@ def describe(config: Config, settings: ServerSettings) -> str:
         "metrics": str(config.metrics) if config.metrics else "off",
         "audit": "stdout" if config.audit_log == "-" else config.audit_log,
         "grace": f"{config.grace:g} s",
+        "verdicts": f"stalled after {config.stall_after:g} s, hung after {config.hung_after:g} s",
     }
     return "\n".join(["settings are valid", *(f"  {key:<8} {value}" for key, value in lines.items())])
 
@@ -128,7 +130,7 @@ class Application:
         settings = server_settings(config)
         audit = AuditLog(config.audit_log, config.name)
         self._engines = engine_set(config)
-        self._sampler = Sampler(self._engines)
+        self._sampler = Sampler(self._engines, thresholds=thresholds(config.stall_after, config.hung_after))
         self._watchers = Watchers(self._sampler)
         metrics = ReplicaMetrics(self._sampler, __version__, watchers=lambda: len(self._watchers))
         self._operations = Operations(self._engines, audit, metrics, config.expect_engines)

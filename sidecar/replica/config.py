@@ -56,6 +56,8 @@ class Config:
     log_level: str
     grace: float
     max_calls: int
+    stall_after: float
+    hung_after: float
     ready_file: Path | None
     check: bool = field(default=False)
     """Validate and exit."""
@@ -111,6 +113,11 @@ def _check_together(config: Config) -> None:
         raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key")
     if config.client_role and config.tls_client_ca is None:
         raise ConfigError("--client-role needs --tls-client-ca: without it no client certificate is asked for")
+    if config.stall_after < 1 or config.hung_after < config.stall_after:
+        raise ConfigError(
+            f"--stall-after is {config.stall_after:g} s and --hung-after {config.hung_after:g} s; expected at least 1 s "
+            "for the first and no less than that for the second"
+        )
     if config.metrics is not None and config.metrics.port and config.metrics in config.listen:
         raise ConfigError(f"--listen and --metrics are both {config.metrics}; give them different ports")
 
@@ -374,6 +381,15 @@ _TABLE: Final[dict[str, _Setting]] = {
     ),
     "grace": _Setting(_seconds, lambda: "20s", "time to finish after SIGTERM (20s)", metavar="TIME"),
     "max_calls": _Setting(_count(1, 100_000), lambda: "256", "calls under way at once, watches too (256)", metavar="N"),
+    "stall_after": _Setting(
+        _seconds, lambda: "5s", "no token for so long, with work there, is a stall (5s)", metavar="TIME"
+    ),
+    "hung_after": _Setting(
+        _seconds,
+        lambda: "60s",
+        "one step for so long is a hung engine; raise it for long prefills (60s)",
+        metavar="TIME",
+    ),
     "ready_file": _Setting(_path, str, "written once serving: JSON with the bound addresses", metavar="FILE"),
 }
 

@@ -6,7 +6,7 @@ and `Judgement` what becomes of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from engine_bridge.page import Counters
@@ -68,6 +68,19 @@ class Thresholds:
     """THRASHING: fewer outputs than this for each preemption. A healthy, overfull engine has hundreds."""
     thrash_spread: int = 3
     """THRASHING: preemptions in at least this many samples of the window; one reset preempts everything once."""
+
+
+def thresholds(stall_s: float, hung_s: float) -> Thresholds:
+    """With the two that operators set, in seconds; what depends on them follows."""
+    default = Thresholds()
+    stall_ns = int(stall_s * SECOND)
+    return replace(
+        default,
+        stall_ns=stall_ns,
+        blind_stall_ns=max(default.blind_stall_ns, stall_ns),
+        hung_ns=int(hung_s * SECOND),
+        evidence_ns=max(default.evidence_ns, 2 * stall_ns),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,8 @@ def test_every_setting_can_be_given_in_every_layer(tmp_path):
         "log_level": "debug",
         "grace": "1s",
         "max_calls": "7",
+        "stall_after": "3s",
+        "hung_after": "5m",
         "ready_file": "/r",
     }
     assert values.keys() == settings._TABLE.keys()
@@ -56,6 +58,13 @@ def test_every_setting_can_be_given_in_every_layer(tmp_path):
     by_file = load(["--config", write(tmp_path, "".join(f"{n}: {v!r}\n" for n, v in values.items()))], {})
     assert by_flag == by_env == by_file
     assert by_flag.client_role == {"coordinator": Role.ADMIN}
+
+
+def test_a_hung_threshold_below_the_stall_threshold_is_refused():
+    with pytest.raises(ConfigError, match="--hung-after 4 s"):
+        load(["--stall-after", "10s", "--hung-after", "4s"], {})
+    with pytest.raises(ConfigError, match="at least 1 s"):
+        load(["--stall-after", "100ms"], {})
 
 
 def test_lists_and_mappings_in_the_file(tmp_path):
