@@ -28,7 +28,9 @@ def boot_options(function: _F) -> _F:
         click.option(
             "--base-port", type=click.IntRange(1, 65000), help="First of three ports a replica. Default: free."
         ),
-        click.option("--kv-cache-mib", type=click.IntRange(1, 65536), default=128, show_default=True, help="A replica."),
+        click.option(
+            "--kv-cache-mib", type=click.IntRange(1, 65536), default=128, show_default=True, help="A replica."
+        ),
         click.option("--dev-mode", is_flag=True, help="Turn vLLM's development routes on."),
         click.option(
             "--boot-timeout", type=Duration(least_s=1), default="5m", show_default=True, help="For all to be ready."

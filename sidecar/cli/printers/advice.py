@@ -26,7 +26,7 @@ NEXT: Final = {
     "BRIDGE_NOT_ATTACHED": "see `kvctl doctor`",
     "REPLICA_UNREACHABLE": "check that the sidecar runs and listens there; see `kvctl doctor`",
     "NOT_A_SIDECAR": "name sidecars, one address a replica",
-    "OUTCOME_UNKNOWN": "repeat with --request-id {operation_id}: it runs at most once",
+    "OUTCOME_UNKNOWN": "repeat it with --request-id {operation_id}",
     "NOT_EXECUTED": "nothing happened there: try again with a longer --timeout",
     "NEVER_IDLE": "no idle moment came: a longer --timeout, or --mode keep",
     "BAD_CREDENTIALS": "check --token-file, or --cert and --key",

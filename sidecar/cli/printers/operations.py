@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvctl.v1 import fleet_pb2, types_pb2
 from rich.console import Console
 
-from sidecar.cli.printers.style import seconds, table, words
+from sidecar.cli.printers.style import table, words
 
 _TONES = {
     fleet_pb2.OPERATION_STATE_SUCCEEDED: "good",
@@ -27,11 +27,10 @@ def print_table(console: Console, operations: Sequence[fleet_pb2.FleetOperation]
     if not operations:
         console.print("no operation on record")
         return
-    made = table("OPERATION", "KIND", "STATE", "DONE", "STARTED", "TOOK")
+    made = table("OPERATION", "KIND", "STATE", "DONE", "STARTED")
     for operation in operations:
         counts = operation.counts
         kind = types_pb2.OperationKind.Name(operation.kind).removeprefix("OPERATION_KIND_").lower()
-        took = seconds(operation.took.seconds + operation.took.nanos / 1e9) if operation.HasField("took") else "-"
         made.add_row(
             words(operation.operation_id),
             words(kind),
@@ -40,6 +39,5 @@ def print_table(console: Console, operations: Sequence[fleet_pb2.FleetOperation]
             words(
                 operation.started_at.ToDatetime().strftime("%m-%d %H:%M") if operation.HasField("started_at") else "-"
             ),
-            words(took),
         )
     console.print(made)

@@ -54,9 +54,9 @@ def print_wide(console: Console, fleet: fleet_pb2.ListReplicasResponse) -> None:
                 engine.vllm_version or "-",
                 engine.bridge_version or "-",
                 engine.model or "-",
-                str(engine.blocks),
-                str(engine.block_size),
-                "on" if engine.prefix_caching_enabled else "off",
+                str(engine.blocks or "-"),
+                str(engine.block_size or "-"),
+                "on" if engine.prefix_caching_enabled else "off" if engine.connected else "-",
                 "connected" if engine.connected else engine.unavailable_reason or "not connected",
                 ", ".join(cannot) or "-",
             ]

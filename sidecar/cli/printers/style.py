@@ -73,12 +73,17 @@ def words(text: str, tone: str = "") -> Text:
 
 
 def table(*columns: str) -> Table:
-    """A table without lines: columns two spaces apart. The last column folds, the others keep their width."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False, header_style="bold", expand=False)
-    for name in columns[:-1]:
-        made.add_column(name, no_wrap=len(columns) > 1, overflow="ellipsis" if name != "REPLICA" else "fold")
-    made.add_column(columns[-1], overflow="fold", ratio=None)
+    """A table without lines, columns two spaces apart. Names, addresses and the last column fold when there is no
+    room; figures never do.
+    """
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
+    for name in columns:
+        folds = name in _FOLDING or name == columns[-1]
+        made.add_column(name, no_wrap=not folds, overflow="fold" if folds else "crop")
     return made
+
+
+_FOLDING: Final = frozenset({"REPLICA", "ADDRESS", "NAME", "LABELS", "WHAT", "MODEL"})
 
 
 def count(number: int, one: str, many: str = "") -> str:

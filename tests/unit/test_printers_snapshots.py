@@ -1,0 +1,244 @@
+"""What people see, byte for byte. KVCTL_UPDATE_SNAPSHOTS=1 writes the files anew; read the difference before you commit."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from kvctl.v1 import fleet_pb2, types_pb2
+from rich.console import Console
+
+from sidecar.cli import live
+from sidecar.cli.printers import admission, encoding, operation, operations, replicas, style
+from sidecar.coordinator import outcomes
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+OPERATION_ID = "35b002b1-9e3c-4e95-8fce-673a72e0eb01"
+
+
+def engine_status(rank: int, code: int = 0, reason: str = "", message: str = "") -> types_pb2.EngineStatus:
+    engine = types_pb2.EngineRef(data_parallel_rank=rank, incarnation="ab" * 16)
+    return types_pb2.EngineStatus(engine=engine, code=code, reason=reason, message=message)
+
+
+def reset_engine(
+    rank: int, dropped: int = 812, connector: int = types_pb2.TIER_STATE_NOT_REQUESTED
+) -> types_pb2.EngineReset:
+    engine = types_pb2.EngineReset(
+        status=engine_status(rank), cached_blocks_dropped=dropped, requests_running=3, requests_kept=3,
+        prefix_caching_enabled=True, event_published=True, event_tiers=["GPU"],
+    )  # fmt: skip
+    engine.prefix_cache.state = types_pb2.TIER_STATE_DONE
+    engine.connector.state = connector
+    engine.multimodal.state = engine.encoder.state = types_pb2.TIER_STATE_NOT_REQUESTED
+    engine.pause.longest_us = 400
+    return engine
+
+
+def row(name: str, outcome: int, code: str, reason: str = "", message: str = "") -> fleet_pb2.TargetResult:
+    made = fleet_pb2.TargetResult(
+        replica=name, address="127.0.0.1:9001", outcome=outcome, code=code, reason=reason, message=message, attempts=1
+    )
+    made.took.FromMilliseconds(31)
+    return made
+
+
+def a_reset() -> fleet_pb2.FleetOperation:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID, kind=types_pb2.OPERATION_KIND_RESET)
+    made.spec.reset.running_requests = types_pb2.RUNNING_REQUESTS_KEEP
+    done = row("r0", fleet_pb2.TARGET_OUTCOME_SUCCEEDED, "OK")
+    done.reset.engines.append(reset_engine(0))
+    nothing = row("r1", fleet_pb2.TARGET_OUTCOME_SUCCEEDED, "OK")
+    nothing.reset.engines.extend([reset_engine(0, 0), reset_engine(1, 0)])
+    held = "12 blocks are held by 3 running and 0 waiting requests"
+    refused = row("r2", fleet_pb2.TARGET_OUTCOME_FAILED, "FAILED_PRECONDITION", "BLOCKS_HELD_BY_REQUESTS", held)
+    refused.reset.engines.add().status.CopyFrom(engine_status(0, 9, "BLOCKS_HELD_BY_REQUESTS", held))
+    partly = row(
+        "r3", fleet_pb2.TARGET_OUTCOME_FAILED, "FAILED_PRECONDITION", "CONNECTOR_BUSY", "4 transfers in flight"
+    )
+    partly.reset.engines.append(reset_engine(0))
+    partly.reset.engines.append(reset_engine(1, connector=types_pb2.TIER_STATE_PENDING))
+    partly.reset.engines[1].status.CopyFrom(engine_status(1, 9, "CONNECTOR_BUSY", "4 transfers in flight"))
+    rows = [
+        done, nothing, refused,
+        row("r2b", fleet_pb2.TARGET_OUTCOME_FAILED, "FAILED_PRECONDITION", "BLOCKS_HELD_BY_REQUESTS", held),
+        partly,
+        row("r4", fleet_pb2.TARGET_OUTCOME_UNREACHABLE, "UNAVAILABLE", "REPLICA_UNREACHABLE", "connection refused"),
+        row("r5", fleet_pb2.TARGET_OUTCOME_UNKNOWN, "DEADLINE_EXCEEDED", "OUTCOME_UNKNOWN", "the answer was lost"),
+        row("r6", fleet_pb2.TARGET_OUTCOME_SKIPPED, "CANCELLED", "TARGET_NOT_READY", "not called: terminating"),
+        row("r7", fleet_pb2.TARGET_OUTCOME_CANCELLED, "CANCELLED", "CANCELLED", "cancelled before its turn"),
+        row("ŕ8", fleet_pb2.TARGET_OUTCOME_FAILED, "INTERNAL", "OPERATION_RAISED", "evil \x1b[31mtext\nハッシュ" * 3),
+    ]  # fmt: skip
+    made.results.extend(rows)
+    made.counts.CopyFrom(outcomes.count(rows))
+    made.state = fleet_pb2.OPERATION_STATE_PARTIAL
+    made.started_at.FromJsonString("2026-01-02T03:04:05Z")
+    made.took.FromMilliseconds(412)
+    made.targets_incomplete = True
+    return made
+
+
+def a_dry_run() -> fleet_pb2.FleetOperation:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID, state=fleet_pb2.OPERATION_STATE_SUCCEEDED)
+    made.spec.validate_only = True
+    one = row("r0", fleet_pb2.TARGET_OUTCOME_SUCCEEDED, "OK")
+    one.reset.validate_only = True
+    made.results.append(one)
+    made.counts.CopyFrom(outcomes.count(made.results))
+    return made
+
+
+def a_reorder() -> fleet_pb2.FleetOperation:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID, state=fleet_pb2.OPERATION_STATE_SUCCEEDED)
+    one = row("r0", fleet_pb2.TARGET_OUTCOME_SUCCEEDED, "OK")
+    engine = one.reorder.engines.add(status=engine_status(0), blocks_moved=4000)
+    engine.before.ratio, engine.after.ratio, engine.pause.longest_us = 0.084, 1.0, 27000
+    relieved = row("r1", fleet_pb2.TARGET_OUTCOME_SUCCEEDED, "OK")
+    relieved.relieve.engines.add(
+        status=engine_status(0), request_ids=["req-7"], blocks_freed=84, attempts=1, max_attempts=3
+    )
+    paused = row("r2", fleet_pb2.TARGET_OUTCOME_SUCCEEDED, "OK")
+    lease = paused.pause.engines.add(status=engine_status(0), state=types_pb2.SCHEDULING_STATE_PAUSED)
+    lease.lease_remaining.seconds = 30
+    made.results.extend([one, relieved, paused])
+    made.counts.CopyFrom(outcomes.count(made.results))
+    made.took.FromMilliseconds(60)
+    return made
+
+
+def an_admission() -> fleet_pb2.FleetAdmissionResponse:
+    made = fleet_pb2.FleetAdmissionResponse(stalled=True, incomplete=True)
+    for name, verdict, stalled in (
+        ("r0", types_pb2.VERDICT_FLOWING, False),
+        ("r1", types_pb2.VERDICT_HELD_BLOCKS_DEADLOCK, True),
+    ):
+        replica = made.replicas.add(replica=name, address="127.0.0.1:9001", code="OK")
+        engine = replica.admission.engines.add(verdict=verdict, stalled=stalled, steps=1000, tokens_per_second=250.0)
+        engine.verdict_for.seconds, engine.oldest_waiting.nanos = 12, 250_000_000
+        engine.requests.running, engine.requests.waiting = 3, 1
+        engine.blocks.total, engine.blocks.free, engine.blocks.cached, engine.blocks.orphaned = 1000, 700, 250, -1
+        engine.contiguity.ratio = 0.93
+        engine.since_last_reset.seconds, engine.last_reset_mode = 42, types_pb2.RUNNING_REQUESTS_KEEP
+        if stalled:
+            engine.head.blocks_needed = 32
+            engine.explanation = "nothing runs, 2 waiting requests hold 973 blocks, the head needs 32 and 27 are free"
+            engine.warnings.append("woke without a reset")
+    made.replicas.add(replica="r2", address="127.0.0.1:9003", code="UNAVAILABLE", message="connection refused")
+    return made
+
+
+def a_listing() -> fleet_pb2.ListReplicasResponse:
+    made = fleet_pb2.ListReplicasResponse(incomplete=True)
+    info = types_pb2.ReplicaInfo(name="r0", version="0.1.0", labels={"pool": "a"})
+    info.engines.add(
+        engine=types_pb2.EngineRef(data_parallel_rank=0), backend=types_pb2.BACKEND_KIND_BRIDGE, connected=True, pid=77,
+        vllm_version="0.32.0", bridge_version="0.1.0", model="tiny", block_size=16, blocks=1000,
+        prefix_caching_enabled=True,
+        capabilities=[types_pb2.Capability(name="reset.keep", available=True),
+                      types_pb2.Capability(name="reset.connector", reason="no connector")],
+    )  # fmt: skip
+    made.replicas.add(name="r0", address="127.0.0.1:9001", reachable=True, code="OK", info=info)
+    lost = types_pb2.ReplicaInfo(name="r1", version="0.1.0")
+    lost.engines.add(
+        engine=types_pb2.EngineRef(data_parallel_rank=0), unavailable_reason="the engine's process is gone"
+    )
+    made.replicas.add(name="r1", address="127.0.0.1:9002", reachable=True, code="OK", info=lost)
+    made.replicas.add(name="r2", address="127.0.0.1:9003", code="UNAVAILABLE", message="connection refused")
+    empty = types_pb2.ReplicaInfo(name="r3", version="0.1.0")
+    made.replicas.add(name="r3", address="127.0.0.1:9004", reachable=True, code="OK", info=empty)
+    return made
+
+
+def printed(print_to: Callable[[Console], None], width: int) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, color_system=None, highlight=False, emoji=False, markup=False)
+    print_to(console)
+    return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())
+
+
+CASES: dict[str, Callable[[], str]] = {
+    "reset.table": lambda: printed(lambda c: operation.print_table(c, a_reset()), 80),
+    "reset.wide": lambda: printed(lambda c: operation.print_wide(c, a_reset()), style.WIDE),
+    "reset.json": lambda: encoding.encode(a_reset(), "json"),
+    "reset.yaml": lambda: encoding.encode(a_reset(), "yaml"),
+    "dry_run.table": lambda: printed(lambda c: operation.print_table(c, a_dry_run()), 80),
+    "reorder.table": lambda: printed(lambda c: operation.print_table(c, a_reorder()), 80),
+    "reorder.wide": lambda: printed(lambda c: operation.print_wide(c, a_reorder()), style.WIDE),
+    "admission.table": lambda: printed(lambda c: admission.print_table(c, an_admission()), 80),
+    "admission.wide": lambda: printed(lambda c: admission.print_wide(c, an_admission()), style.WIDE),
+    "admission.json": lambda: encoding.encode(an_admission(), "json"),
+    "admission.watch": lambda: "".join(
+        f"{line}\n"
+        for one in an_admission().replicas
+        for line in admission.change_line("03:04:05", fleet_pb2.WatchFleetAdmissionResponse(replica=one))
+    ),
+    "replicas.table": lambda: printed(lambda c: replicas.print_table(c, a_listing()), 80),
+    "replicas.wide": lambda: printed(lambda c: replicas.print_wide(c, a_listing()), style.WIDE),
+    "operations.table": lambda: printed(lambda c: operations.print_table(c, [a_reset(), a_dry_run()]), 80),
+    "top.screen": lambda: printed(lambda c: c.print(live.screen(an_admission(), "03:04:05", "q quits")), 80),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_printed_form_is_as_recorded(name: str) -> None:
+    file = SNAPSHOTS / f"{name}.txt"
+    text = CASES[name]()
+    if os.environ.get("KVCTL_UPDATE_SNAPSHOTS"):
+        SNAPSHOTS.mkdir(exist_ok=True)
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith((".table", ".screen"))])
+def test_tables_fit_eighty_columns(name: str) -> None:
+    assert max(len(line) for line in CASES[name]().splitlines()) <= 80
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.endswith((".json", ".yaml"))])
+def test_text_of_a_replica_cannot_control_the_terminal(name: str) -> None:
+    assert not [character for character in CASES[name]() if ord(character) < 32 and character != "\n"]
+
+
+def test_long_names_of_replicas_fold_and_leave_the_outcome_readable() -> None:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID)
+    name = "vllm-llama-3-70b-instruct-prefill-" + "a" * 40
+    made.results.append(row(name, fleet_pb2.TARGET_OUTCOME_FAILED, "FAILED_PRECONDITION", "CONNECTOR_BUSY", "4 left"))
+    text = printed(lambda c: operation.print_table(c, made), 80)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "failed" in text
+    assert "FAILED_PRECONDITION" in text
+    shown = "".join(line.split()[0] for line in text.splitlines()[1:] if line.strip() and line[0] != " ")
+    assert shown.startswith("vllm-llama")
+
+
+def test_json_and_yaml_say_the_same() -> None:
+    assert json.loads(CASES["reset.json"]()) == yaml.safe_load(CASES["reset.yaml"]())
+
+
+def test_json_has_counts_that_are_zero_and_keeps_the_declared_order() -> None:
+    content = json.loads(encoding.encode(a_dry_run(), "json"))
+    assert content["counts"]["failed"] == 0
+    assert list(content)[:3] == ["operationId", "kind", "spec"]
+
+
+def test_every_reason_that_gets_advice_is_one_of_the_api() -> None:
+    from kvctl.v1 import errors_pb2
+
+    from sidecar.cli.printers.advice import NEXT
+
+    known = {name.removeprefix("REASON_") for name in errors_pb2.Reason.keys()}  # noqa: SIM118
+    assert set(NEXT) <= known
+
+
+def test_a_failure_group_names_at_most_six_replicas() -> None:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID)
+    for number in range(300):
+        made.results.append(row(f"r{number:03}", fleet_pb2.TARGET_OUTCOME_FAILED, "INTERNAL", "OPERATION_RAISED", "x"))
+    made.counts.CopyFrom(outcomes.count(made.results))
+    lines = operation.summary(made)
+    assert lines[1] == "  INTERNAL OPERATION_RAISED: r000, r001, r002, r003, r004, r005 and 294 more"
