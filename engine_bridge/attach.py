@@ -174,7 +174,7 @@ class Bridge:
             self.page.set_phase(Phase.STOPPED, time.monotonic_ns())
         except Exception:
             logger.exception("kvctl: stopping the bridge failed")
-        self._remove()
+        self._remove("the engine is shutting down")
 
     def after_fork(self) -> None:
         """In a forked child: the engine, its socket and its files are the parent's."""
@@ -184,10 +184,10 @@ class Bridge:
         self._waker.close_inherited()
         self._listener.close_inherited()
 
-    def _remove(self) -> None:
+    def _remove(self, reason: str) -> None:
         try:
             self._waker.close()
-            self._listener.close()
+            self._listener.close(reason)
             self.page.close()
         except Exception:
             logger.exception("kvctl: closing the bridge failed")
@@ -201,7 +201,7 @@ class Bridge:
             self._dispatcher.stop()
         except Exception:
             logger.exception("kvctl: an operation could not be ended")
-        self._remove()
+        self._remove("the bridge had a defect and detached; the engine serves on")
         rank = self._port.identity.data_parallel_rank
         places.write_failure(self._directory, self.name, f"detached: {type(error).__name__}: {error}", rank)
         self.on_breakdown()

@@ -389,7 +389,7 @@ class Dispatcher:
             OPERATION_NAMES[type(request)],
             verdict.state,
             verdict.reason,
-            verdict.message[:MAX_TEXT],
+            _fit(verdict.message),
             result,
             retry_after_ms=verdict.retry_after_ms,
         )
@@ -441,4 +441,9 @@ def _mismatch(on_record: protocol.Mutation) -> Verdict:
 
 
 def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:MAX_TEXT]
+    return _fit(f"{type(error).__name__}: {error}")
+
+
+def _fit(text: str) -> str:
+    """Text that can go into a frame: capped, and valid UTF-8 whatever an exception brought along."""
+    return text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")

@@ -106,10 +106,10 @@ class Listener:
             if time.monotonic_ns() >= until:
                 return
 
-    def close(self) -> None:
-        """Close everything and remove the socket file."""
+    def close(self, reason: str) -> None:
+        """Say goodbye, close everything and remove the socket file."""
         for connection in list(self._connections.values()):
-            self._send(connection, protocol.Goodbye("the engine is shutting down"))
+            self._send(connection, protocol.Goodbye(reason))
             self._drop(connection)
         self.close_inherited()
         self.path.unlink(missing_ok=True)
@@ -230,17 +230,27 @@ class Listener:
         """Send, or drop a client that is gone or does not read."""
         if connection.sock.fileno() < 0:
             return
-        frame = protocol.encoder.encode(reply)
-        if len(frame) > protocol.MAX_FRAME_BYTES:
-            call = getattr(reply, "call", -1)
-            message = f"the reply is {len(frame)} bytes, more than the {protocol.MAX_FRAME_BYTES} a frame may have"
-            frame = protocol.encoder.encode(protocol.Fault(call, message))
+        frame = _encode(reply)
         try:
             connection.sock.send(frame, socket.MSG_NOSIGNAL)
         except OSError as error:
             if isinstance(error, BlockingIOError):
                 logger.warning("kvctl: a client does not read its replies and was dropped")
             self._drop(connection)
+
+
+def _encode(reply: protocol.Reply) -> bytes:
+    """One frame, or a fault that says why the reply does not make one."""
+    try:
+        frame = protocol.encoder.encode(reply)
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
+        # A request id or an exception's text may hold anything, lone surrogates among it.
+        problem = f"the reply cannot be encoded: {type(error).__name__}"
+    else:
+        if len(frame) <= protocol.MAX_FRAME_BYTES:
+            return frame
+        problem = f"the reply is {len(frame)} bytes, more than the {protocol.MAX_FRAME_BYTES} a frame may have"
+    return protocol.encoder.encode(protocol.Fault(getattr(reply, "call", -1), problem))
 
 
 def _call_of(frame: bytes) -> int:

@@ -1,0 +1,460 @@
+"""The dispatcher under a fake clock, over the fake engine's model: no socket, no thread, no sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine_bridge import dispatcher as module
+from engine_bridge import protocol
+from engine_bridge.dispatcher import RECORDED_OUTCOMES, SLICE_NS, Dispatcher
+from engine_bridge.port import Work
+from tests.fake_engine.client import new_id
+from tests.fake_engine.model import FakeEngine
+
+SECOND = 10**9
+
+
+class Log:
+    """A Recorder that remembers the order of things."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.abandoned = False
+
+    def note_started(self, request_id: str, now_ns: int) -> None:
+        self.events.append(("started", request_id))
+
+    def note_reset(self, mode: protocol.RunningMode, now_ns: int) -> None:
+        self.events.append(("reset", mode))
+
+    def note_working(self, working: bool) -> None:
+        self.events.append(("working", working))
+
+    def note_operation(self, now_ns: int, longest_us: int) -> None:
+        self.events.append(("operation", longest_us))
+
+    def note_abandoned(self, abandoned: bool) -> None:
+        self.abandoned = abandoned
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 1000 * SECOND
+        self.stopping = False
+        self.engine = FakeEngine()
+        self.log = Log()
+        self.dispatcher = Dispatcher(self.engine, self.log, clock=lambda: self.now, stopping=lambda: self.stopping)
+        self.replies: list[Any] = []
+
+    def send(self, request: protocol.Request) -> None:
+        self.dispatcher.handle(request, self.replies.append)
+
+    def reset(
+        self, running: protocol.RunningMode = "fail", *, request_id: str = "", call: int = 1, **options: Any
+    ) -> Any:
+        seconds = options.pop("seconds", 10)
+        self.send(protocol.Reset(call, request_id or new_id(), self.now + int(seconds * SECOND), running, **options))
+        return self.replies[-1] if self.replies else None
+
+    def tick(self, seconds: float = 0) -> None:
+        self.now += int(seconds * SECOND)
+        self.dispatcher.tick()
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def slow_reorder(world: World, slice_ns: int, slices: int, then: Callable[[], None] = lambda: None) -> None:
+    """A reorder whose every piece takes `slice_ns` of the clock."""
+
+    def reorder(scope: str) -> Work[int]:
+        for _ in range(slices):
+            world.now += slice_ns
+            yield None
+        then()
+        return slices
+
+    world.engine.reorder = reorder  # type: ignore[method-assign,assignment]
+
+
+def test_an_id_is_noted_before_its_deadline_is_looked_at(world: World) -> None:
+    request_id = new_id()
+    outcome = world.reset(request_id=request_id, seconds=-1)
+    assert outcome.state == "expired"
+    assert world.log.events[0] == ("started", request_id)
+
+
+def test_an_expired_operation_has_no_effect_and_is_on_record(world: World) -> None:
+    world.engine.cached = {1, 2}
+    request_id = new_id()
+    assert world.reset(request_id=request_id, seconds=0).state == "expired"
+    assert world.engine.cached == {1, 2}
+    again = world.reset(request_id=request_id, seconds=100)
+    assert again.state == "expired"
+    assert again.replayed
+
+
+def test_the_record_holds_so_many_outcomes_and_forgets_the_oldest(world: World) -> None:
+    first = new_id()
+    world.reset(request_id=first)
+    ids = [new_id() for _ in range(RECORDED_OUTCOMES)]
+    for request_id in ids:
+        world.reset(request_id=request_id)
+    assert world.reset(request_id=ids[0]).replayed
+    assert not world.reset(request_id=first).replayed
+
+
+def test_a_deadline_or_call_number_makes_no_other_request(world: World) -> None:
+    request_id = new_id()
+    world.reset(request_id=request_id, call=1, seconds=10)
+    again = world.reset(request_id=request_id, call=9, seconds=20)
+    assert again.replayed
+    assert again.call == 9
+
+
+@pytest.mark.parametrize(
+    "options", [{"connector": True}, {"mm": True}, {"encoder": True}, {"reorder": True}, {"wait_for_idle": True}]
+)
+def test_every_argument_counts_when_requests_are_compared(world: World, options: dict[str, bool]) -> None:
+    request_id = new_id()
+    world.reset(request_id=request_id)
+    assert world.reset(request_id=request_id, **options).state == "mismatch"
+
+
+def test_spellings_of_a_uuid_are_one_id(world: World) -> None:
+    request_id = new_id()
+    world.reset(request_id=request_id)
+    assert world.reset(request_id=request_id.upper().replace("-", "")).replayed
+
+
+def test_long_work_is_cut_into_slices_and_the_engine_gets_its_turns(world: World) -> None:
+    slow_reorder(world, SLICE_NS // 2, 10)
+    request_id = new_id()
+    world.send(protocol.Reorder(1, request_id, world.now + 60 * SECOND, "all_free"))
+    turns = 0
+    while not world.replies:
+        assert world.dispatcher.wants_turn
+        world.tick()
+        turns += 1
+    assert turns >= 4
+    outcome = world.replies[0]
+    assert outcome.state == "done"
+    assert outcome.result.cost.slices == turns + 1
+    assert SLICE_NS // 1000 <= outcome.result.cost.longest_us <= 2 * SLICE_NS // 1000
+    assert outcome.result.cost.total_us >= 5 * SLICE_NS // 1000
+
+
+def test_a_request_that_arrives_between_slices_joins(world: World) -> None:
+    slow_reorder(world, 2 * SLICE_NS, 3)
+    request_id = new_id()
+    for call in (1, 2, 3):
+        world.send(protocol.Reorder(call, request_id, world.now + 60 * SECOND, "all_free"))
+        world.tick()
+    while world.dispatcher.wants_turn:
+        world.tick()
+    assert sorted(reply.call for reply in world.replies) == [1, 2, 3]
+    assert {reply.state for reply in world.replies} == {"done"}
+
+
+def test_what_runs_between_slices_cannot_be_cancelled(world: World) -> None:
+    slow_reorder(world, 2 * SLICE_NS, 3)
+    request_id = new_id()
+    world.send(protocol.Reorder(1, request_id, world.now + 60 * SECOND, "all_free"))
+    world.send(protocol.Cancel(2, request_id))
+    assert world.replies == [
+        protocol.Cancelled(2, request_id, cancelled=False, message="it has started and will finish")
+    ]
+
+
+@pytest.mark.parametrize("method", ["drop_prefix_cache", "holders", "publish_cleared"])
+def test_an_operation_that_raises_is_answered_and_the_next_one_runs(world: World, method: str) -> None:
+    world.engine.raise_in[method] = "boom \udcff"
+    outcome = world.reset()
+    assert outcome.state == "raised"
+    assert "RuntimeError: boom" in outcome.message
+    world.engine.raise_in.clear()
+    assert world.reset().state == "done"
+
+
+def test_a_raise_between_slices_is_answered_too(world: World) -> None:
+    def fail() -> None:
+        raise ValueError("halfway")
+
+    slow_reorder(world, 2 * SLICE_NS, 2, then=fail)
+    world.send(protocol.Reorder(1, new_id(), world.now + 60 * SECOND, "all_free"))
+    while world.dispatcher.wants_turn:
+        world.tick()
+    assert world.replies[0].state == "raised"
+    assert "halfway" in world.replies[0].message
+
+
+def test_evidence_that_raises_is_a_fault(world: World) -> None:
+    world.engine.raise_in["evidence"] = "boom"
+    world.send(protocol.Admission(4))
+    assert world.replies == [protocol.Fault(4, "RuntimeError: boom")]
+
+
+def test_a_waiting_reset_is_not_noted_until_it_fires(world: World) -> None:
+    name = world.engine.add("running", 3)
+    request_id = new_id()
+    world.reset(request_id=request_id, wait_for_idle=True)
+    world.tick()
+    assert world.log.events == []
+    assert not world.dispatcher.wants_turn
+    world.engine.end(name)
+    world.tick()
+    assert world.log.events[0] == ("started", request_id)
+    assert world.replies[0].state == "done"
+
+
+def test_a_waiting_reset_has_a_timer_and_is_withdrawn_by_it(world: World) -> None:
+    world.engine.add("running", 3)
+    world.reset(wait_for_idle=True, seconds=5)
+    assert world.dispatcher.next_timer_ns() == world.now + 5 * SECOND
+    world.tick(4.9)
+    assert world.replies == []
+    world.tick(0.1)
+    assert world.replies[0].state == "withdrawn"
+    assert world.replies[0].reason == "NEVER_IDLE"
+    assert world.dispatcher.quiet
+
+
+def test_a_waiting_reset_says_that_a_pause_keeps_it_from_firing(world: World) -> None:
+    world.engine.add("running", 3)
+    world.engine.pause_owner = "vllm"
+    world.reset(wait_for_idle=True, seconds=1)
+    world.tick(1)
+    assert "paused" in world.replies[0].message
+
+
+def test_a_stopping_engine_takes_nothing_up_and_answers_who_waits(world: World) -> None:
+    world.engine.add("running", 3)
+    world.reset(wait_for_idle=True)
+    world.stopping = True
+    assert world.reset("keep").state == "stopping"
+    world.tick()
+    assert world.replies[-1].state == "stopping"
+
+
+def test_stopping_brings_begun_work_to_its_end(world: World) -> None:
+    slow_reorder(world, 2 * SLICE_NS, 5)
+    world.send(protocol.Reorder(1, new_id(), world.now + 60 * SECOND, "all_free"))
+    world.dispatcher.stop()
+    assert world.replies[0].state == "done"
+
+
+# --- steps in flight ----------------------------------------------------------------------------------------------
+
+
+def test_a_preempt_waits_for_steps_in_flight_and_lets_go_of_scheduling(world: World) -> None:
+    world.engine.add("running", 3)
+    world.engine.needs_settling, world.engine.steps_in_flight = True, 2
+    world.reset("preempt")
+    assert world.engine.held
+    assert world.dispatcher.waits_for_step
+    world.engine.step()
+    world.tick()
+    assert world.replies == []
+    world.engine.step()
+    world.tick()
+    assert world.replies[0].result.requests_preempted == 1
+    assert not world.engine.held
+
+
+def test_a_preempt_that_waits_for_steps_can_be_withdrawn_and_has_changed_nothing(world: World) -> None:
+    world.engine.add("running", 3)
+    world.engine.cached = {100}
+    world.engine.needs_settling, world.engine.steps_in_flight = True, 2
+    request_id = new_id()
+    world.reset("preempt", request_id=request_id)
+    world.send(protocol.Cancel(2, request_id))
+    assert {type(reply) for reply in world.replies} == {protocol.Outcome, protocol.Cancelled}
+    assert world.replies[0].state == "withdrawn"
+    assert not world.engine.held
+    assert world.engine.running_requests() == 1
+    assert world.engine.cached == {100}
+
+
+def test_a_preempt_gives_up_at_its_deadline_while_steps_are_in_flight(world: World) -> None:
+    world.engine.add("running", 3)
+    world.engine.needs_settling, world.engine.steps_in_flight = True, 2
+    world.reset("preempt", seconds=1)
+    world.tick(2)
+    assert world.replies[0].state == "withdrawn"
+    assert world.replies[0].reason == "NOT_EXECUTED"
+    assert not world.engine.held
+
+
+# --- preconditions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"), [("loading", "REMOTE_LOADS_IN_FLIGHT"), ("loaded", "BLOCKS_HELD_BY_REQUESTS")]
+)
+def test_preempt_is_refused_before_anything_is_preempted(world: World, state: Any, reason: str) -> None:
+    world.engine.add("running", 3)
+    world.engine.add(state, 2)
+    outcome = world.reset("preempt")
+    assert outcome.state == "refused"
+    assert outcome.reason == reason
+    assert world.engine.running_requests() == 1
+    assert world.engine.preemptions == 0
+
+
+def test_blocks_held_by_no_request_are_blamed_on_transfers(world: World) -> None:
+    world.engine.hold_transfer(2)
+    for mode in ("fail", "preempt"):
+        outcome = world.reset(mode)
+        assert outcome.reason == "BLOCKS_HELD_BY_TRANSFERS"
+        assert "wait for them (wait_for_idle)" not in outcome.message
+
+
+def test_without_prefix_caching_a_reset_has_nothing_to_do_and_says_so(world: World) -> None:
+    world.engine.identity.prefix_caching = False
+    world.engine.add("running", 2)
+    outcome = world.reset("fail")
+    assert outcome.state == "done"
+    assert outcome.result.prefix.reason == "PREFIX_CACHING_DISABLED"
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "tier", "reason"),
+    [
+        ("absent", "done", "not_configured", ""),
+        ("true", "done", "done", ""),
+        ("false", "pending", "pending", "CONNECTOR_BUSY"),
+        ("none", "partial", "unsupported", "TIER_UNSUPPORTED"),
+        ("raise", "partial", "failed", "OPERATION_RAISED"),
+    ],
+)
+def test_a_connectors_answer_is_read_for_what_it_says(
+    world: World, answer: Any, state: str, tier: str, reason: str
+) -> None:
+    world.engine.connector = answer
+    outcome = world.reset("keep", connector=True)
+    assert outcome.state == state
+    assert outcome.reason == reason
+    assert outcome.result.connector.state == tier
+    assert outcome.result.prefix.state == "done"
+
+
+def test_a_switched_off_capability_is_unsupported_and_changes_nothing(world: World) -> None:
+    world.engine.cached = {5}
+    world.engine.lacking["reset.quarantine"] = "HiSparse"
+    outcome = world.reset("keep", quarantine=True)
+    assert outcome.state == "unsupported"
+    assert "HiSparse" in outcome.message
+    assert world.engine.cached == {5}
+
+
+def test_the_answer_says_that_the_event_went_out_and_for_which_tiers(world: World) -> None:
+    world.engine.events_configured = True
+    result = world.reset().result
+    assert result.event_published
+    assert result.event_tiers == ["GPU"]
+
+
+# --- pause --------------------------------------------------------------------------------------------------------
+
+
+def pause(world: World, lease_seconds: float = 10, **options: Any) -> str:
+    request_id = new_id()
+    world.send(protocol.Pause(1, request_id, world.now + 5 * SECOND, int(lease_seconds * SECOND), **options))
+    assert world.replies[-1].state == "done", world.replies[-1]
+    return request_id
+
+
+def test_a_lease_runs_out_by_the_clock_and_not_before(world: World) -> None:
+    pause(world, 10)
+    assert world.dispatcher.next_timer_ns() == world.now + 10 * SECOND
+    world.tick(9.9)
+    assert not world.log.abandoned
+    world.tick(0.2)
+    assert world.log.abandoned
+    assert world.engine.pause_owner == "kvctl"
+
+
+def test_weights_declared_whole_stay_declared(world: World) -> None:
+    lease = pause(world, 1)
+    world.send(protocol.Renew(2, lease, SECOND, weights_complete=True))
+    world.send(protocol.Renew(3, lease, SECOND))
+    world.tick(2)
+    assert world.engine.pause_owner == ""
+    assert ("reset", "keep") in world.log.events
+
+
+def test_an_expired_lease_waits_for_the_operation_that_runs(world: World) -> None:
+    pause(world, 1)
+    slow_reorder(world, 2 * SLICE_NS, 2)
+    world.send(protocol.Reorder(2, new_id(), world.now + 60 * SECOND, "all_free"))
+    world.now += 2 * SECOND
+    world.tick()
+    assert not world.log.abandoned
+    while world.dispatcher.wants_turn:
+        world.tick()
+    world.tick()
+    assert world.log.abandoned
+
+
+def test_a_lease_whose_reset_raises_leaves_the_engine_paused_and_marked(world: World) -> None:
+    lease = pause(world, 1)
+    world.send(protocol.Renew(2, lease, SECOND, weights_complete=True))
+    world.engine.raise_in["drop_prefix_cache"] = "boom"
+    world.tick(2)
+    assert world.engine.pause_owner == "kvctl"
+    assert world.log.abandoned
+    world.engine.raise_in.clear()
+    events = len(world.log.events)
+    world.tick(1)
+    assert len(world.log.events) == events, "the end of the lease was tried again"
+
+
+def test_kept_requests_are_quarantined_when_a_lease_runs_out(world: World) -> None:
+    world.engine.add("running", 2)
+    pause(world, 1)
+    world.tick(2)
+    assert world.engine.quarantined == 1
+
+
+def test_a_resume_by_vllm_itself_ends_lease_and_abandonment(world: World) -> None:
+    lease = pause(world, 10)
+    world.engine.pause_owner = ""
+    world.tick()
+    assert world.dispatcher.quiet
+    world.send(protocol.Renew(2, lease, SECOND))
+    assert world.replies[-1].state == "refused"
+
+
+def test_a_pause_that_cannot_be_completed_is_undone(world: World) -> None:
+    world.engine.steps_in_flight = 2
+    world.send(protocol.Pause(1, new_id(), world.now + SECOND, 60 * SECOND))
+    assert world.engine.pause_owner == "kvctl"
+    world.tick(2)
+    assert world.replies[0].state == "withdrawn"
+    assert world.engine.pause_owner == ""
+    assert world.dispatcher.quiet
+
+
+def test_a_sleeping_engine_is_neither_paused_nor_resumed_but_can_be_reset(world: World) -> None:
+    world.engine.asleep = True
+    world.send(protocol.Pause(1, new_id(), world.now + SECOND, SECOND))
+    world.send(protocol.Resume(2, new_id(), world.now + SECOND))
+    assert [reply.reason for reply in world.replies] == ["ENGINE_SLEEPING", "ENGINE_SLEEPING"]
+    assert world.reset().state == "done"
+
+
+def test_an_empty_name_resumes_whatever_paused_the_engine(world: World) -> None:
+    world.engine.pause_owner = "vllm"
+    world.send(protocol.Resume(1, new_id(), world.now + SECOND))
+    assert world.replies[0].state == "done"
+    assert world.engine.pause_owner == ""
+
+
+def test_texts_are_capped(world: World) -> None:
+    world.engine.raise_in["holders"] = "x" * 100_000
+    assert len(world.reset().message) <= module.MAX_TEXT

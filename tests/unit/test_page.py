@@ -1,0 +1,131 @@
+"""The memory-mapped page: whole readings or none."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import multiprocessing
+import os
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from engine_bridge.page import (
+    PAGE_BYTES,
+    STARTED_SLOTS,
+    Counters,
+    PageError,
+    PageReader,
+    PageWriter,
+    Phase,
+)
+from tests.fake_engine.client import new_id
+
+
+def test_every_counter_arrives(tmp_path: Path) -> None:
+    counters = Counters()
+    for number, field in enumerate(dataclasses.fields(Counters), 1):
+        setattr(counters, field.name, bytes(range(16)) if field.name == "incarnation" else number)
+    writer = PageWriter(tmp_path / "p", counters)
+    writer.publish()
+    assert PageReader(tmp_path / "p").read().counters == counters
+
+
+def test_the_phase_alone_can_be_written(tmp_path: Path) -> None:
+    writer = PageWriter(tmp_path / "p", Counters(steps=7, pid=9))
+    writer.set_phase(Phase.STEP, 12345)
+    read = PageReader(tmp_path / "p").read().counters
+    assert (read.phase, read.phase_since_ns, read.steps, read.pid) == (Phase.STEP, 12345, 7, 9)
+    writer.publish()
+    assert PageReader(tmp_path / "p").read().counters.phase == Phase.STEP
+
+
+def test_the_last_started_ids_are_kept_in_order_and_older_ones_fall_out(tmp_path: Path) -> None:
+    writer = PageWriter(tmp_path / "p", Counters())
+    ids = [new_id() for _ in range(STARTED_SLOTS + 3)]
+    for number, request_id in enumerate(ids, 1):
+        writer.note_started(request_id, number)
+    snapshot = PageReader(tmp_path / "p").read()
+    assert [snapshot.has_started(request_id) for request_id in ids] == [False] * 3 + [True] * STARTED_SLOTS
+    assert [at for _, at in snapshot.started] == list(range(4, STARTED_SLOTS + 4))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "0 bytes"), (b"x" * 100, "100 bytes"), (bytes(PAGE_BYTES), "not an engine page")],
+)
+def test_what_is_no_page_is_refused_with_what_was_found(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "p").write_bytes(content)
+    with pytest.raises(PageError, match=message):
+        PageReader(tmp_path / "p").read()
+
+
+def test_a_page_that_is_not_there_is_an_error_naming_it(tmp_path: Path) -> None:
+    with pytest.raises(PageError, match="No such file"):
+        PageReader(tmp_path / "absent")
+
+
+def test_a_page_of_another_version_is_refused(tmp_path: Path) -> None:
+    PageWriter(tmp_path / "p", Counters())
+    with (tmp_path / "p").open("r+b") as file:
+        file.seek(8)
+        file.write(struct.pack("<I", 9))
+    with pytest.raises(PageError, match="page version 9"):
+        PageReader(tmp_path / "p").read()
+
+
+def test_a_page_whose_writer_stopped_in_the_middle_gives_no_reading(tmp_path: Path) -> None:
+    PageWriter(tmp_path / "p", Counters())
+    with (tmp_path / "p").open("r+b") as file:
+        file.seek(16)
+        file.write(struct.pack("<Q", 7))
+    with pytest.raises(PageError, match="no consistent reading"):
+        PageReader(tmp_path / "p").read()
+
+
+def test_a_page_is_never_made_over_an_existing_file(tmp_path: Path) -> None:
+    (tmp_path / "p").write_text("somebody's")
+    with pytest.raises(FileExistsError):
+        PageWriter(tmp_path / "p", Counters())
+    assert (tmp_path / "p").read_text() == "somebody's"
+
+
+def _write_for_ever(path: str, ready: object) -> None:
+    counters = Counters()
+    writer = PageWriter(Path(path), counters)
+    ready.set()  # type: ignore[attr-defined]
+    number = 0
+    while os.getppid() != 1:
+        number += 1
+        counters.steps = counters.outputs = counters.blocks_free = counters.last_pause_us = number
+        writer.publish()
+
+
+def test_readers_never_see_half_a_page_while_another_process_writes(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=_write_for_ever, args=(str(tmp_path / "p"), ready), daemon=True)
+    process.start()
+    try:
+        assert ready.wait(30)
+        reader = PageReader(tmp_path / "p")
+        seen = set()
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            try:
+                counters = reader.read().counters
+            except PageError as error:
+                assert "no consistent reading" in str(error)  # noqa: PT017 - never half a page; none at all is fine
+                continue
+            assert counters.steps == counters.outputs == counters.blocks_free == counters.last_pause_us
+            seen.add(counters.steps)
+        assert len(seen) > 2
+    finally:
+        process.kill()
+        process.join(10)
+
+
+def test_a_page_is_one_page_of_memory() -> None:
+    assert PAGE_BYTES % mmap.PAGESIZE == 0
