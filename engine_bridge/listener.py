@@ -9,7 +9,6 @@ thing a busy engine does for us between two steps, and another thread can wait o
 from __future__ import annotations
 
 import errno
-import grp
 import logging
 import os
 import select
@@ -24,6 +23,7 @@ from typing import Final
 import msgspec
 
 from engine_bridge import protocol
+from engine_bridge.places import group_id
 
 MAX_CONNECTIONS: Final = 16
 TURN_NS: Final = 1_500_000
@@ -70,7 +70,7 @@ class Listener:
         """Bind `path` (0600, or 0660 and owned by `group`). OSError says why that cannot be done."""
         self._welcome = welcome
         self._handler = handler
-        self._group_id = grp.getgrnam(group).gr_gid if group else None
+        self._group_id = group_id(group) if group else None
         self._connections: dict[int, _Connection] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self.path = path

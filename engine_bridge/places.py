@@ -89,15 +89,27 @@ def check_socket_path(path: Path) -> None:
         )
 
 
+def group_id(group: str) -> int:
+    """The id of a group, given by name or by number: in a container a shared group (fsGroup) has no name. AttachError
+    when there is no such name.
+    """
+    if group.isascii() and group.isdigit():
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError as error:
+        raise AttachError(
+            f"KVCTL_ENGINE_GROUP names the group {group!r}, which does not exist here; give its number"
+        ) from error
+
+
 def share(path: Path, group: str, alone: int, shared: int) -> None:
     """Give `path` the mode `alone`, or the group and the mode `shared`."""
     if not group:
         path.chmod(alone)
         return
     try:
-        os.chown(path, -1, grp.getgrnam(group).gr_gid)
-    except KeyError as error:
-        raise AttachError(f"KVCTL_ENGINE_GROUP names the group {group!r}, which does not exist here") from error
+        os.chown(path, -1, group_id(group))
     except PermissionError as error:
         raise AttachError(f"{path} cannot be given to group {group!r}: this user is not a member of it") from error
     path.chmod(shared)

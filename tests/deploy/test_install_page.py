@@ -1,0 +1,111 @@
+"""The installation page's commands and files are ones that exist and that the programs take."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from programs import program
+
+from sidecar.coordinator import config as coordinator_config
+from sidecar.replica import config as replica_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/install.md").read_text()
+SERVERS = {
+    "kvctl-sidecar": replica_config.load,
+    "kvctl-coordinator": coordinator_config.load,
+}
+
+
+def lines_of(name: str) -> list[str]:
+    found = re.findall(rf"^ {{4,}}({name} [^\n]+)$|`({name} [^`]+)`", PAGE, re.MULTILINE)
+    return [a or b for a, b in found]
+
+
+@pytest.mark.parametrize("line", [line for name in SERVERS for line in lines_of(name)])
+def test_a_server_takes_the_options_the_page_gives_it(line: str) -> None:
+    name, *words = shlex.split(line)
+    SERVERS[name](words, {})
+
+
+def test_the_page_does_start_servers() -> None:
+    assert len(lines_of("kvctl-sidecar")) >= 3
+    assert len(lines_of("kvctl-coordinator")) >= 1
+
+
+def test_every_path_of_the_repository_that_the_page_names_exists() -> None:
+    named = set(re.findall(r"\b((?:deploy|docs)/[\w./-]+)", PAGE.replace("/opt/kvctl/", "")))
+    assert len(named) > 8
+    assert [path for path in named if not (ROOT / path.rstrip("./")).exists()] == []
+
+
+def test_the_overlays_that_the_page_applies_render() -> None:
+    for path in set(re.findall(r"-k (\S+)|kustomize (deploy\S+)", PAGE)):
+        done = subprocess.run(
+            [program("kubectl"), "kustomize", str(ROOT / (path[0] or path[1]))], capture_output=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_example_inventory_is_one(tmp_path: Path) -> None:
+    from sidecar.coordinator.inventory import load_inventory
+
+    block = PAGE[PAGE.index("    replicas:\n") :].split("\n\n")[0]
+    file = tmp_path / "fleet.yaml"
+    file.write_text("\n".join(line.removeprefix("    ") for line in block.splitlines()) + "\n")
+    assert [target.name for target in load_inventory(file)] == ["r0", "r1"]
+
+
+def test_prometheus_takes_the_example_scrape_configuration(tmp_path: Path) -> None:
+    folder = ROOT / "deploy/observability/prometheus"
+    content = yaml.safe_load((folder / "scrape-static.yaml").read_text())
+    content["rule_files"] = [str(folder / name) for name in content["rule_files"]]
+    file = tmp_path / "prometheus.yml"
+    file.write_text(yaml.safe_dump(content))
+    done = subprocess.run(
+        [program("promtool"), "check", "config", str(file)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_operator_s_deployment_passes_options_that_the_operator_takes() -> None:
+    from sidecar.operator import config
+
+    documents = yaml.safe_load_all((ROOT / "deploy/kustomize/base/operator.yaml").read_text())
+    container = next(d for d in documents if d["kind"] == "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert container["args"][0] == "--operator"
+    words = [word.replace("$(POD_NAMESPACE)", "llm").replace("$(POD_NAME)", "op-0") for word in container["args"][1:]]
+    loaded = config.load(words, {})
+    assert loaded.discovery == ["pods:///llm?selector=kvctl.dev%2Fsidecar%3Dtrue"]
+    assert str(loaded.metrics) == "0.0.0.0:7711"
+
+
+@pytest.mark.parametrize("overlay", ["development", "production"])
+def test_rendered_containers_get_options_that_their_programs_take(overlay: str) -> None:
+    from sidecar.operator import config
+
+    done = subprocess.run(
+        [program("kubectl"), "kustomize", str(ROOT / "deploy/kustomize/overlays" / overlay)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    seen = 0
+    for manifest in yaml.safe_load_all(done.stdout):
+        if manifest["kind"] != "Deployment":
+            continue
+        spec = manifest["spec"]["template"]["spec"]
+        for one in [*spec.get("initContainers", []), *spec["containers"]]:
+            words = [re.sub(r"\$\(\w+\)", "x", word) for word in one.get("args", [])]
+            if one.get("command") == ["kvctl-sidecar"]:
+                replica_config.load(words, {})
+                seen += 1
+            elif one.get("command") == ["kvctl-coordinator"]:
+                config.load(words[1:], {})
+                seen += 1
+    assert seen == 2
