@@ -34,11 +34,9 @@ from sidecar.replica.watch import Watchers
 from sidecar.rpc import addresses, logs
 from sidecar.rpc import server as rpc_server
 from sidecar.rpc.addresses import Address
-from sidecar.rpc.auth import Authorizer, TokenFile
 from sidecar.rpc.health import Health
 from sidecar.rpc.plain_http import Page, PlainHttp
 from sidecar.rpc.server import CannotListen, ServerSettings
-from sidecar.rpc.tls import ServerTls
 
 LOG: Final = logging.getLogger("kvctl.sidecar")
 
@@ -66,18 +64,13 @@ def check(config: Config) -> str:
 
 def describe(config: Config, settings: ServerSettings) -> str:
     """The settings in force, for a person."""
-    proof = []
-    if config.token_file:
-        proof.append("tokens for " + ", ".join(sorted({role.name.lower() for role, _ in config.token_file})))
-    if config.tls_client_ca is not None:
-        proof.append("client certificates")
     lines = {
         "name": config.name,
         "labels": ", ".join(f"{key}={value}" for key, value in config.labels.items()) or "none",
         "engines": str(config.engine_dir) + (f", else {config.engine_url}" if config.engine_url else ""),
         "grpc": ", ".join(str(address) for address in settings.listen),
         "tls": "mutual" if config.tls_client_ca else "yes" if config.tls_cert else "no",
-        "callers": " or ".join(proof) or "anyone who can connect is admin",
+        "callers": config.server_security.describe(),
         "metrics": str(config.metrics) if config.metrics else "off",
         "audit": "stdout" if config.audit_log == "-" else config.audit_log,
         "grace": f"{config.grace:g} s",
@@ -88,16 +81,15 @@ def describe(config: Config, settings: ServerSettings) -> str:
 
 def server_settings(config: Config) -> ServerSettings:
     """How to listen and whom to serve. OSError or ValueError when a token file cannot be used."""
-    tls = None
-    if config.tls_cert is not None and config.tls_key is not None:
-        tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
-    authorizer = Authorizer(
-        rules=ACCESS,
-        tokens=[TokenFile(role, path) for role, path in config.token_file],
-        certificate_roles=config.client_role,
-        mutual_tls=config.tls_client_ca is not None,
+    security = config.server_security
+    return ServerSettings(
+        config.listen,
+        security.authorizer(ACCESS),
+        security.tls(),
+        config.insecure,
+        config.max_calls,
+        reflection=(SERVICE,),
     )
-    return ServerSettings(config.listen, authorizer, tls, config.insecure, config.max_calls, reflection=(SERVICE,))
 
 
 def engine_set(config: Config) -> EngineSet:

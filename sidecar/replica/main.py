@@ -23,7 +23,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core logs in a format of its own; what matters is raised
-    from sidecar.replica.config import ConfigError, load
+    from sidecar.replica.config import load
+    from sidecar.rpc.settings import ConfigError
 
     try:
         config = load(sys.argv[1:], os.environ)

@@ -165,7 +165,7 @@ def _parser(program: Program) -> argparse.ArgumentParser:
     return parser
 
 
-_SERVICE_LINK: Final = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_.*)?)|PORT(_.*)?")
+_SERVICE_LINK: Final = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_.*)?)")
 
 
 def _from_environment(program: Program, environment: Mapping[str, str]) -> dict[str, Raw]:
