@@ -31,7 +31,8 @@ TURN_NS: Final = 1_500_000
 MAX_BAD_FRAMES: Final = 16
 """Unreadable frames after which a connection is closed."""
 _SO_PEERGROUPS: Final = 59
-_MAX_GROUPS: Final = 1024
+_MAX_GROUPS: Final = 256
+"""Python reads socket options of at most 1,024 bytes, four a group."""
 
 logger = logging.getLogger("kvctl.bridge")
 
@@ -156,8 +157,7 @@ class Listener:
         if uid in (0, os.geteuid()):
             return ""
         if self._group_id is not None:
-            groups = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MAX_GROUPS)
-            if self._group_id in (gid, *struct.unpack(f"{len(groups) // 4}I", groups)):
+            if self._group_id == gid or self._group_id in _groups_of(sock):
                 return ""
         return (
             f"uid {uid} may not use this engine: it belongs to uid {os.geteuid()}; set KVCTL_ENGINE_GROUP to share it"
@@ -259,3 +259,14 @@ def _call_of(frame: bytes) -> int:
         return _call_decoder.decode(frame).call
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return -1
+
+
+def _groups_of(sock: socket.socket) -> tuple[int, ...]:
+    """Supplementary groups of the peer; none when it has more than can be read."""
+    try:
+        groups = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MAX_GROUPS)
+    except OSError as error:
+        if error.errno in (errno.ERANGE, errno.ENOPROTOOPT, errno.EOPNOTSUPP):
+            return ()
+        raise
+    return struct.unpack(f"{len(groups) // 4}I", groups)

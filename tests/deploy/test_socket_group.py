@@ -20,7 +20,7 @@ CLIENT = """
 import os, socket, sys
 from engine_bridge import protocol
 # Not by Popen(user=...): that user may not be allowed to read this Python.
-os.setgroups([])
+os.setgroups([int(group) for group in sys.argv[4:]])
 os.setgid(int(sys.argv[3]))
 os.setuid(int(sys.argv[2]))
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -40,9 +40,9 @@ def welcome() -> protocol.Welcome:
     return protocol.Welcome(1, "ab" * 16, os.getpid(), 0, 0, 1, "0", "0", "tiny", 16, 10, True, {}, 0)
 
 
-def client(path: Path, uid: int, gid: int) -> subprocess.Popen[str]:
+def client(path: Path, uid: int, gid: int, *more: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", CLIENT, str(path), str(uid), str(gid)],
+        [sys.executable, "-c", CLIENT, str(path), *map(str, (uid, gid, *more))],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=subprocess.PIPE,
@@ -65,13 +65,13 @@ def volume(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def served(volume: Path, uid: int, gid: int) -> tuple[str, str]:
+def served(volume: Path, uid: int, gid: int, *more: int) -> tuple[str, str]:
     """(what the client printed, what it complained of), with the engine's end drained meanwhile."""
     engines = volume / "engine"
     prepare_directory(engines, str(GROUP), configured=True)
     listener = Listener(engines / "engine-0-abcdabcd.sock", welcome, lambda *_: None, group=str(GROUP))
     try:
-        process = client(listener.path, uid, gid)
+        process = client(listener.path, uid, gid, *more)
         while process.poll() is None:
             listener.drain()
         out, err = process.communicate(timeout=10)
@@ -84,6 +84,10 @@ def test_a_sidecar_of_another_user_gets_in_through_the_shared_group(volume: Path
     assert served(volume, 7700, GROUP) == ("Welcome", "")
     mode = (volume / "engine").stat()
     assert (stat.S_IMODE(mode.st_mode) & 0o7, mode.st_gid) == (0, GROUP), "closed to everyone else"
+
+
+def test_the_group_may_be_a_supplementary_one_as_fs_group_makes_it(volume: Path) -> None:
+    assert served(volume, 1000, 1000, 4, GROUP) == ("Welcome", "")
 
 
 def test_a_container_outside_the_group_does_not(volume: Path) -> None:
