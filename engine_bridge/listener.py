@@ -156,9 +156,8 @@ class Listener:
         _, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid in (0, os.geteuid()):
             return ""
-        if self._group_id is not None:
-            if self._group_id == gid or self._group_id in _groups_of(sock):
-                return ""
+        if self._group_id is not None and (self._group_id == gid or self._group_id in _groups_of(sock)):
+            return ""
         return (
             f"uid {uid} may not use this engine: it belongs to uid {os.geteuid()}; set KVCTL_ENGINE_GROUP to share it"
         )

@@ -119,9 +119,10 @@ def write_failure(directory: Path, name: str, reason: str, rank: int) -> None:
     """Leave a note for the sidecar, where that can be done."""
     note = {"reason": reason[:2000], "pid": os.getpid(), "rank": rank, "time": time.time()}
     try:
-        path = directory / f"{name}.failed"
-        path.write_text(json.dumps(note))
-        path.chmod(0o644)
+        partial = directory / f"{name}.failed.partial"
+        partial.write_text(json.dumps(note))
+        partial.chmod(0o644)
+        partial.rename(directory / f"{name}.failed")  # whole or not at all: the sidecar reads it when it appears
     except OSError as error:
         logger.warning("kvctl: no note could be left in %s: %s", directory, error.strerror)
 
