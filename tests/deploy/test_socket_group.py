@@ -6,6 +6,8 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,17 +54,16 @@ def client(path: Path, uid: int, gid: int, *more: int) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def volume(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An emptyDir with fsGroup 7700, as kubelet makes it: everyone may write, new files get the group."""
-    folder = tmp_path_factory.mktemp("run")
-    for parent in (folder, *folder.parents):
-        if parent == Path("/"):
-            break
-        if parent.stat().st_uid == 0 and not parent.stat().st_mode & 0o001:
-            parent.chmod(parent.stat().st_mode | 0o011)
-    os.chown(folder, 0, GROUP)
-    folder.chmod(0o2777)
-    return folder
+def volume() -> Iterator[Path]:
+    """An emptyDir with fsGroup 7700, as kubelet makes it: everyone may write, new files get the group.
+
+    Not below pytest's own folder, which another session may close to other users at any time.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.chown(folder, 0, GROUP)
+        folder.chmod(0o2777)
+        yield folder
 
 
 def served(volume: Path, uid: int, gid: int, *more: int) -> tuple[str, str]:
