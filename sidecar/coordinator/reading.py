@@ -57,7 +57,7 @@ def list_replicas(resolved: Resolved) -> fleet_pb2.ListReplicasResponse:
     for aim in resolved.aims:
         row = fleet_pb2.FleetReplica(name=aim.name, address=aim.address)
         if failure := resolved.failures.get(aim.address):
-            row.code, row.message = failure.code, failure.message
+            row.code, row.message = failure.code, failure.message.removeprefix(f"{aim.address}: ")
         elif info := resolved.identities.get(aim.address):
             row.reachable, row.code = True, "OK"
             row.info.CopyFrom(info)

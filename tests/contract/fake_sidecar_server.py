@@ -47,7 +47,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
     def status(self, rank: int = 0) -> types_pb2.EngineStatus:
         return types_pb2.EngineStatus(engine=types_pb2.EngineRef(data_parallel_rank=rank, incarnation="ab" * 16))
 
-    async def _guard(self, kind: str, request, context):  # noqa: ANN001, ANN202
+    async def _guard(self, kind: str, request, context):
         self.requests.append(request)
         self.metadata = [(k, v) for k, v in context.invocation_metadata()]
         if self.before:
@@ -66,7 +66,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
 
     # --- CacheAdmin --------------------------------------------------------------------------------------------
 
-    async def GetReplica(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def GetReplica(self, request, context):  # noqa: N802
         self.identity_calls += 1
         info = types_pb2.ReplicaInfo(name=self.name, instance_id=self.instance_id, labels=self.labels, version="0.1.0")
         if self.rotate_identity:
@@ -87,7 +87,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
             )
         return replica_pb2.GetReplicaResponse(replica=info)
 
-    async def ResetPrefixCache(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def ResetPrefixCache(self, request, context):  # noqa: N802
         known = await self._guard("reset", request, context)
         if known is not None:
             return known
@@ -118,7 +118,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
             await asyncio.sleep(3600)
         return answer
 
-    async def ReorderFreeQueue(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def ReorderFreeQueue(self, request, context):  # noqa: N802
         known = await self._guard("reorder", request, context)
         if known is not None:
             return known
@@ -129,7 +129,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         self._did("reorder", request.request_id, answer)
         return answer
 
-    async def RelieveAdmission(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def RelieveAdmission(self, request, context):  # noqa: N802
         known = await self._guard("relieve", request, context)
         if known is not None:
             return known
@@ -138,7 +138,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         self._did("relieve", request.request_id, answer)
         return answer
 
-    async def PauseScheduling(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def PauseScheduling(self, request, context):  # noqa: N802
         known = await self._guard("pause", request, context)
         if known is not None:
             return known
@@ -150,7 +150,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         self._did("pause", request.request_id, answer)
         return answer
 
-    async def RenewPause(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def RenewPause(self, request, context):  # noqa: N802
         if self.before:
             await self.before("renew")
         if request.pause_request_id not in self.leases:
@@ -165,7 +165,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         answer.engines.add(status=self.status(), state=types_pb2.SCHEDULING_STATE_PAUSED)
         return answer
 
-    async def ResumeScheduling(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def ResumeScheduling(self, request, context):  # noqa: N802
         known = await self._guard("resume", request, context)
         if known is not None:
             return known
@@ -180,7 +180,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         self._did("resume", request.request_id, answer)
         return answer
 
-    async def GetOperation(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def GetOperation(self, request, context):  # noqa: N802
         answer = self.record.get(request.request_id)
         if answer is None:
             await errors.abort(
@@ -188,7 +188,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
             )
         return replica_pb2.GetOperationResponse(request_id=request.request_id, finished=True, reset=answer)
 
-    async def CancelOperation(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def CancelOperation(self, request, context):  # noqa: N802
         self.cancelled.append(request.request_id)
         return replica_pb2.CancelOperationResponse(cancelled=True)
 
@@ -208,12 +208,12 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
                 )
         return answer
 
-    async def AdmissionStatus(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def AdmissionStatus(self, request, context):  # noqa: N802
         if self.before:
             await self.before("admission")
         return self.admission()
 
-    async def WatchAdmission(self, request, context):  # noqa: ANN001, ANN201, N802
+    async def WatchAdmission(self, request, context):  # noqa: N802
         yield replica_pb2.WatchAdmissionResponse(admission=self.admission(), changed=True)
         while True:
             await asyncio.sleep(0.02)
@@ -221,7 +221,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
 
 
 @asynccontextmanager
-async def serving(*fakes: FakeSidecar):  # noqa: ANN201
+async def serving(*fakes: FakeSidecar):
     """Addresses of the fakes, each behind a real gRPC server on loopback."""
     servers, found = [], []
     for fake in fakes:

@@ -134,7 +134,9 @@ async def test_a_weight_update_pauses_transfers_completes_resets_and_resumes_in_
     reset = next(r for r in fakes[0].requests if isinstance(r, replica_pb2.ResetPrefixCacheRequest))
     assert reset.running_requests == types_pb2.RUNNING_REQUESTS_KEEP
     assert reset.quarantine_running
-    assert reset.reset_connector and reset.reset_mm_cache and reset.reset_encoder_cache
+    assert reset.reset_connector
+    assert reset.reset_mm_cache
+    assert reset.reset_encoder_cache
     resume = next(r for r in fakes[0].requests if isinstance(r, replica_pb2.ResumeSchedulingRequest))
     assert resume.weight_version == "step-12"
 
@@ -153,9 +155,8 @@ async def test_a_raised_body_neither_completes_nor_resumes_and_lets_the_lease_ru
 
 async def test_a_caller_may_choose_that_abandoned_engines_resume() -> None:
     fake = FakeSidecar("r0")
-    async with serving(fake) as addresses, aio.Fleet(addresses) as fleet:
-        async with fleet.weight_update(on_abandon="resume"):
-            pass
+    async with serving(fake) as addresses, aio.Fleet(addresses) as fleet, fleet.weight_update(on_abandon="resume"):
+        pass
     assert fake.requests[0].on_abandon == replica_pb2.ABANDON_POLICY_RESUME
 
 
@@ -168,9 +169,8 @@ async def test_the_lease_is_renewed_while_the_body_runs() -> None:
             renewed.set()
 
     fake.before = see
-    async with serving(fake) as addresses, aio.Fleet(addresses) as fleet:
-        async with fleet.weight_update(lease_s=1.0):
-            await asyncio.wait_for(renewed.wait(), 10)
+    async with serving(fake) as addresses, aio.Fleet(addresses) as fleet, fleet.weight_update(lease_s=1.0):
+        await asyncio.wait_for(renewed.wait(), 10)
 
 
 def test_the_lease_is_renewed_while_a_blocking_body_holds_its_thread() -> None:
@@ -182,9 +182,12 @@ def test_the_lease_is_renewed_while_a_blocking_body_holds_its_thread() -> None:
             renewed.set()
 
     fake.before = see
-    with served_elsewhere(fake) as addresses, client.Fleet(addresses) as fleet:
-        with fleet.weight_update("v1", lease_s=1.0) as update:
-            assert renewed.wait(10)
+    with (
+        served_elsewhere(fake) as addresses,
+        client.Fleet(addresses) as fleet,
+        fleet.weight_update("v1", lease_s=1.0) as update,
+    ):
+        assert renewed.wait(10)
     assert not update.lost
 
 
@@ -218,10 +221,13 @@ async def test_a_replica_that_cannot_be_reset_is_not_resumed_with_stale_cache() 
 
 async def test_an_unreachable_replica_is_left_out_by_default() -> None:
     fake = FakeSidecar("r0")
-    async with serving(fake) as addresses, aio.Fleet([*addresses, "gone=127.0.0.1:1"]) as fleet:
-        async with fleet.weight_update() as update:
-            assert update.replicas == ("r0",)
-            assert set(update.lost) == {"gone"}
+    async with (
+        serving(fake) as addresses,
+        aio.Fleet([*addresses, "gone=127.0.0.1:1"]) as fleet,
+        fleet.weight_update() as update,
+    ):
+        assert update.replicas == ("r0",)
+        assert set(update.lost) == {"gone"}
 
 
 async def test_require_all_ends_the_update_before_it_begins_and_resumes_everyone() -> None:
@@ -243,7 +249,7 @@ async def test_an_update_that_pauses_nobody_raises() -> None:
 
 
 def test_a_lease_out_of_range_is_refused() -> None:
-    with pytest.raises(errors.RequestInvalid, match="lease is 0.5 s; expected 1 s to 600 s"):
+    with pytest.raises(errors.RequestInvalid, match=r"lease is 0\.5 s; expected 1 s to 600 s"):
         aio.Fleet(["127.0.0.1:1"]).weight_update(lease_s=0.5)
 
 

@@ -95,7 +95,7 @@ async def test_a_file_that_never_was_good_is_an_error(tmp_path: Path) -> None:
 # --- DNS -----------------------------------------------------------------------------------------------------------
 
 
-def resolver(v4: list[str] | int, v6: list[str] | int):  # noqa: ANN201
+def resolver(v4: list[str] | int, v6: list[str] | int):
     async def resolve(host: str, family: socket.AddressFamily) -> list[str]:
         answer = v4 if family == socket.AF_INET else v6
         if isinstance(answer, int):

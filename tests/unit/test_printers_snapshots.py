@@ -1,4 +1,4 @@
-"""What people see, byte for byte. KVCTL_UPDATE_SNAPSHOTS=1 writes the files anew; read the difference before you commit."""
+"""What people see, byte for byte. KVCTL_UPDATE_SNAPSHOTS=1 writes the files anew; read what changed before a commit."""
 
 from __future__ import annotations
 

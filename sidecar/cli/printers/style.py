@@ -83,7 +83,7 @@ def table(*columns: str) -> Table:
     return made
 
 
-_FOLDING: Final = frozenset({"REPLICA", "ADDRESS", "NAME", "LABELS", "WHAT", "MODEL"})
+_FOLDING: Final = frozenset({"REPLICA", "ADDRESS", "NAME", "LABELS", "WHAT", "MODEL", "FLEET"})
 
 
 def count(number: int, one: str, many: str = "") -> str:
