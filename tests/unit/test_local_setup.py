@@ -184,3 +184,13 @@ def test_what_breaks_vllm_on_the_cpu_is_not_installed():
     assert not {"torchvision", "torchaudio", "torchcodec", "triton"} & {
         line.split("==")[0] for line in text.splitlines()
     }
+
+
+def test_a_package_in_two_files_has_one_version():
+    pins: dict[str, set[str]] = {}
+    for name in ("requirements.txt", "requirements-engine.txt", "requirements-dev.txt"):
+        for line in (ROOT / name).read_text().splitlines():
+            if "==" in line and not line.startswith("#"):
+                package, version = line.split("==")
+                pins.setdefault(package, set()).add(version)
+    assert {package: versions for package, versions in pins.items() if len(versions) > 1} == {}
