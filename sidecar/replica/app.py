@@ -31,7 +31,7 @@ from sidecar.replica.operations import Operations
 from sidecar.replica.sampler import Sampler
 from sidecar.replica.service import ACCESS, SERVICE, CacheAdmin
 from sidecar.replica.watch import Watchers
-from sidecar.rpc import addresses, logs
+from sidecar.rpc import addresses, logs, tracing
 from sidecar.rpc import server as rpc_server
 from sidecar.rpc.addresses import Address
 from sidecar.rpc.health import Health
@@ -88,6 +88,7 @@ def server_settings(config: Config) -> ServerSettings:
         security.tls(),
         config.insecure,
         config.max_calls,
+        spans=tracing.span_maker("kvctl-sidecar"),
         reflection=(SERVICE,),
     )
 

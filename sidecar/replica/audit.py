@@ -16,6 +16,7 @@ from typing import Final
 
 import grpc
 
+from sidecar.rpc import tracing
 from sidecar.rpc.auth import Caller
 from sidecar.rpc.errors import failure
 
@@ -72,6 +73,8 @@ class AuditLog:
             "peer": peer,
             **details,
         }
+        if trace := tracing.trace_id():
+            line["trace_id"] = trace
         data = (json.dumps(line, ensure_ascii=True) + "\n").encode()
         self._follow_rotation()
         written = os.write(self._fd, data)

@@ -64,8 +64,8 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
     config.server_security.check()
     if config.stall_after < 1 or config.hung_after < config.stall_after:
         raise ConfigError(
-            f"--stall-after {config.stall_after:g} s and --hung-after {config.hung_after:g} s: expected 1 s or more for "
-            "the first, and no less than that for the second"
+            f"--stall-after {config.stall_after:g} s and --hung-after {config.hung_after:g} s: expected 1 s or more "
+            "for the first, and no less than that for the second"
         )
     if config.metrics is not None and config.metrics.port and config.metrics in config.listen:
         raise ConfigError(f"--listen and --metrics are both {config.metrics}; give them different ports")

@@ -15,7 +15,7 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from sidecar.rpc import tls
+from sidecar.rpc import tls, tracing
 from sidecar.rpc.addresses import Address
 
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
@@ -70,10 +70,12 @@ class ClientSecurity:
     """Send a token in plain text beyond this machine. Only when asked for by name."""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata for one call: the bearer token, when there is one. OSError or ValueError name the file."""
+        """Metadata for one call: the bearer token, when there is one, and the trace context of the call that is being
+        served. OSError or ValueError name the token file.
+        """
         if self.token_file is None:
-            return ()
-        return (("authorization", f"Bearer {tls.read_token(self.token_file)}"),)
+            return tracing.metadata()
+        return (("authorization", f"Bearer {tls.read_token(self.token_file)}"), *tracing.metadata())
 
     def check(self, address: Address) -> None:
         """ValueError when a token would travel in plain text beyond this machine."""

@@ -8,10 +8,10 @@ CancelledError can leave the caller waiting for good; a method that a server doe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Final, NoReturn, Protocol, cast
@@ -20,6 +20,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from sidecar.rpc import tracing
 from sidecar.rpc.auth import OPEN_METHODS, Authorizer, Caller
 from sidecar.rpc.errors import AbortableContext, Failure, abort, failure
 
@@ -27,11 +28,6 @@ LOG: Final = logging.getLogger("kvctl.rpc")
 
 CALLER: Final[contextvars.ContextVar[Caller]] = contextvars.ContextVar("caller")
 """Who made the call that the running handler serves."""
-
-TRACE_PARENT: Final[contextvars.ContextVar[str]] = contextvars.ContextVar("traceparent", default="")
-"""W3C trace context of the call, to be passed on; empty when the caller sent none or it is malformed."""
-
-_TRACE_PARENT_FORM: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Context(AbortableContext, Protocol):
@@ -61,9 +57,10 @@ StreamHandler = Callable[[Message, Context], AsyncIterator[Message]]
 class Gate(grpc.aio.ServerInterceptor):
     """Access, limits and errors of one server."""
 
-    def __init__(self, authorizer: Authorizer, *, max_calls: int = 256) -> None:
+    def __init__(self, authorizer: Authorizer, *, max_calls: int = 256, spans: tracing.SpanMaker | None = None) -> None:
         """At most `max_calls` calls run at once, watches included; more are RESOURCE_EXHAUSTED at once."""
         self._authorizer = authorizer
+        self._span = spans or _no_span
         self._max_calls = max_calls
         self._calls = 0
 
@@ -106,7 +103,8 @@ class Gate(grpc.aio.ServerInterceptor):
             self._calls += 1
             try:
                 self._admit(method, context)
-                answer = await inner(request, context)
+                with self._span(method):
+                    answer = await inner(request, context)
             except BaseException as raised:  # noqa: BLE001 - nothing may escape a handler, see the module's docstring
                 await _end(method, context, began, raised)
             finally:
@@ -154,7 +152,7 @@ class Gate(grpc.aio.ServerInterceptor):
     def _admit(self, method: str, context: Context) -> None:
         metadata = context.invocation_metadata() or ()
         CALLER.set(self._authorizer.authorize(method, metadata, context.auth_context()))
-        TRACE_PARENT.set(_trace_parent(metadata))
+        tracing.TRACE_PARENT.set(tracing.read(metadata))
         if self._calls > self._max_calls and method not in OPEN_METHODS:
             raise failure(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -162,6 +160,10 @@ class Gate(grpc.aio.ServerInterceptor):
                 f"{self._calls - 1} calls are under way here, the most this server takes; try again shortly",
                 retry_after=1.0,
             )
+
+
+def _no_span(_name: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def _refusing(error: Failure) -> Callable[[Message, Context], Awaitable[NoReturn]]:
@@ -176,13 +178,6 @@ async def _end(method: str, context: Context, began: float, raised: BaseExceptio
     _log_call(method, context, began, error)
     # Raises; when the caller has gone meanwhile, it raises what gRPC itself takes as the end of the call.
     await abort(context, error)
-
-
-def _trace_parent(metadata: Sequence[tuple[str, str | bytes]]) -> str:
-    for key, value in metadata:
-        if key == "traceparent" and isinstance(value, str) and _TRACE_PARENT_FORM.fullmatch(value):
-            return value
-    return ""
 
 
 def _method_not_served(method: str) -> Failure:
@@ -220,11 +215,12 @@ def _log_call(method: str, context: Context, began: float, error: Failure | None
         LOG.debug("call method=%s peer=%s code=OK took_ms=%.1f", method, context.peer(), took_ms)
         return
     LOG.info(
-        "call method=%s peer=%s code=%s reason=%s took_ms=%.1f message=%r",
+        "call method=%s peer=%s code=%s reason=%s took_ms=%.1f trace=%s message=%r",
         method,
         context.peer(),
         error.code.name,
         error.reason,
         took_ms,
+        tracing.trace_id() or "-",
         error.message,
     )

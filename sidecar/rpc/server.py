@@ -16,7 +16,7 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from sidecar.rpc import addresses
+from sidecar.rpc import addresses, tracing
 from sidecar.rpc.addresses import Address
 from sidecar.rpc.auth import Authorizer
 from sidecar.rpc.channels import MAX_MESSAGE_BYTES, SERVER_LEAST_PING_INTERVAL_MS
@@ -41,6 +41,8 @@ class ServerSettings:
     insecure: bool = False
     """Serve beyond this machine without TLS or without credentials. Only when asked for by name."""
     max_calls: int = 256
+    spans: tracing.SpanMaker | None = None
+    """See `tracing.span_maker`."""
     reflection: Sequence[str] = ()
     """Full service names to describe by reflection; served only when every address is on loopback."""
 
@@ -74,7 +76,7 @@ def build(settings: ServerSettings) -> grpc.aio.Server:
     """A server without services and addresses yet. Belongs to the running loop."""
     check_exposure(settings)
     return grpc.aio.server(
-        interceptors=[Gate(settings.authorizer, max_calls=settings.max_calls)],
+        interceptors=[Gate(settings.authorizer, max_calls=settings.max_calls, spans=settings.spans)],
         options=[
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
