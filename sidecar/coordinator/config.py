@@ -139,7 +139,10 @@ _TABLE: Final[dict[str, Setting]] = {
 }
 
 PROGRAM: Final = Program(
-    "kvctl-coordinator", PREFIX, "Runs operations over a fleet of replicas, and remembers them.", _TABLE
+    "kvctl-coordinator",
+    PREFIX,
+    "Runs operations over a fleet of replicas, and remembers them. With --operator: Kubernetes CacheOperations.",
+    _TABLE,
 )
 
 assert {*_TABLE, "check"} == {f.name for f in fields(Config)}, "the table and Config must name the same settings"

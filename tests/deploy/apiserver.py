@@ -132,7 +132,7 @@ class ApiServer:
     def get(self, plural: str, name: str, namespace: str = "llm") -> Body:
         return self.objects[plural, namespace, name]
 
-    async def until(self, told: Callable[[], bool], timeout: float = 20.0) -> None:
+    async def until(self, told: Callable[[], bool], timeout: float = 40.0) -> None:
         """Wait for a state of the objects, woken by every change."""
         async with asyncio.timeout(timeout), self._changed:
             await self._changed.wait_for(told)

@@ -168,13 +168,13 @@ async def names(discovery: KubernetesDiscovery) -> list[str]:
 
 async def eventually(told: Callable[[], bool]) -> None:
     """Poll for what a background task will do; bounded."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not told():  # noqa: ASYNC110 - what is waited for is the watch's own doing
             await asyncio.sleep(0.01)
 
 
 async def until(discovery: KubernetesDiscovery, wanted: list[str]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await names(discovery) != wanted:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
 
