@@ -40,6 +40,7 @@ MAX_ACTIVE: Final = 32
 _RECENT: Final = 64
 _IDENTIFY_S: Final = 2.0
 _FLUSH_EVERY_S: Final = 5.0
+_WATCH_PAUSE_S: Final = 0.01
 _CANCELLED: Final = "the operation was cancelled before this target's turn"
 
 _log = logging.getLogger(__name__)
@@ -367,6 +368,8 @@ class Operations:
                 for message in live.since(after_version):
                     yield message
                 after_version = version
+                # Changes come in swarms; a message for each would cost more than the operation.
+                await asyncio.sleep(_WATCH_PAUSE_S)
                 continue
             if live.ended:
                 return

@@ -195,6 +195,16 @@ def count(results: Iterable[fleet_pb2.TargetResult]) -> fleet_pb2.OutcomeCounts:
     return counts
 
 
+def recount(
+    counts: fleet_pb2.OutcomeCounts, before: fleet_pb2.TargetOutcome.ValueType, after: fleet_pb2.TargetOutcome.ValueType
+) -> None:
+    """Carry one target's change of outcome over to the counts."""
+    if name := _COUNTED.get(before):
+        setattr(counts, name, getattr(counts, name) - 1)
+    if name := _COUNTED.get(after):
+        setattr(counts, name, getattr(counts, name) + 1)
+
+
 def final_state(operation: fleet_pb2.FleetOperation) -> fleet_pb2.OperationState.ValueType:
     """Where an operation whose every target has ended stands.
 
