@@ -123,11 +123,11 @@ def paused(page: Counters, *, abandoned: bool, still_ns: int) -> str:
     if abandoned:
         return (
             "a weight update was abandoned: its lease ran out, the caches were reset and the scheduler stays paused "
-            "because the weights may be half written; write them whole, then `kvctl resume`"
+            "because the weights may be half written; write them whole, then `kvctl scheduling resume`"
         )
     queue = f", {_requests(page.waiting, 'waiting')}" if page.waiting > 0 else ""
     kind = "for new requests, running ones finish" if page.paused == 1 else "for all requests"
-    return f"the scheduler is paused {kind}{queue}, last token {age(still_ns)} ago; `kvctl resume` ends it"
+    return f"the scheduler is paused {kind}{queue}, last token {age(still_ns)} ago; `kvctl scheduling resume` ends it"
 
 
 # --- nothing to do -----------------------------------------------------------------------------------------------
