@@ -20,7 +20,7 @@ ENGINE = engine and not slow$(if $(CI),,$(if $(MISSING), and not prometheus))
 LEFT_OUT = $(if $(CI),,$(if $(MISSING),@echo "left out for want of $(MISSING): tests of the alert rules (apt-get install prometheus prometheus-alertmanager)"))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit engine-tests lint format types imports api breaking generate generated run dev all clean
+.PHONY: help demo test bench check unit engine-tests lint format types imports api breaking generate generated run dev all clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ unit: dev ## The fast suite, no vLLM needed
 engine-tests: all ## Only the tests on real vLLM
 	$(LEFT_OUT)
 	$(PYTEST) -m "$(ENGINE)" -q $(ARGS)
+
+bench: dev ## The fan-out over 8 to 1,000 fake replicas, e.g. make bench ARGS='--sizes 128 --router'
+	$(BIN)/python -m tests.bench.bench_fanout $(ARGS)
 
 check: lint types imports api breaking generated ## Everything that is checked without running: style, types, imports, API
 
