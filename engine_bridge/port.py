@@ -177,6 +177,10 @@ class EnginePort(Protocol):
         """Empty when admissions are deadlocked on blocks held by waiting requests right now, else what was found."""
         ...
 
+    def tokens_scheduled(self) -> int:
+        """Tokens scheduled since the bridge attached; it stands still while admissions do."""
+        ...
+
     def relieve_one(self) -> tuple[str, int]:
         """Give back the blocks of the youngest waiting holder whose load has finished; it is recomputed later.
         Returns its request id and the blocks freed. LookupError when there is no such holder.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 from vllm.v1.core.sched.interface import PauseState
 from vllm.version import __version__ as vllm_version
 
@@ -104,7 +105,9 @@ class VllmEngine:
 
     def evidence(self, call: int, contiguity_blocks: int) -> protocol.Evidence:
         """See port.EnginePort."""
-        return evidence.read_evidence(self._engine, self._guards, call, contiguity_blocks)
+        self.steps.look()
+        found = evidence.read_evidence(self._engine, self._guards, call, contiguity_blocks)
+        return msgspec.structs.replace(found, woke_without_reset=self.steps.woke_without_reset)
 
     # --- resetting -----------------------------------------------------------------------------------------------
 
@@ -186,6 +189,10 @@ class VllmEngine:
     def deadlock(self) -> str:
         """See port.EnginePort."""
         return relief.deadlock(self._scheduler)
+
+    def tokens_scheduled(self) -> int:
+        """See port.EnginePort."""
+        return self.steps.tokens
 
     def relieve_one(self) -> tuple[str, int]:
         """See port.EnginePort."""

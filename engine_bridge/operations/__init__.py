@@ -91,8 +91,8 @@ class Memory:
     """Request id of the last pause that the engine ended by itself."""
     relief_attempts: int = 0
     """Reliefs spent on the present stall."""
-    relief_steps: int = 0
-    """Engine steps at the last relief, to tell one stall from the next."""
+    relief_tokens: int = 0
+    """Tokens the engine had scheduled at the last relief, to tell one stall from the next."""
 
 
 @dataclass(slots=True)

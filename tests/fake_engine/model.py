@@ -300,6 +300,9 @@ class FakeEngine:
     def deadlock(self) -> str:
         return "" if self.deadlocked else "requests flow"
 
+    def tokens_scheduled(self) -> int:
+        return self.tokens
+
     def relieve_one(self) -> tuple[str, int]:
         self._enter("relieve_one")
         loaded = [r for r in self.requests.values() if r.state == "loaded" and r.blocks]
