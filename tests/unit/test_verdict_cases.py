@@ -514,3 +514,18 @@ def test_a_busy_engine_stays_alive_while_steps_move_and_nothing_is_answered():
 
 def test_the_two_sets_of_stalled_verdicts_exclude_each_other():
     assert not ALWAYS_STALLED & NEVER_STALLED
+
+
+def test_a_verdict_without_a_dated_cause_holds_since_it_was_first_given():
+    tape = serving()
+    tape.play(0.5, process=Process.STOPPED)
+    first = tape.now_ns
+    tape.play(5, process=Process.STOPPED)
+    assert tape.last.since_ns == first
+
+
+def test_evidence_from_before_the_last_progress_explains_nothing_now():
+    tape = deadlocked()
+    tape.play(0.5, tokens=500, outputs=10, running=2, waiting=0, deferred=0, holding=0)
+    tape.play(7, running=0, waiting=2)
+    assert (tape.last.verdict, tape.last.stalled) == (Verdict.UNKNOWN, True)
