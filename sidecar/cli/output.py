@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from google.protobuf.message import Message
 from rich.console import Console
@@ -43,10 +44,15 @@ def note(text: str) -> None:
     print(style.clean(text), file=sys.stderr, flush=True)
 
 
-def warn(texts: Iterable[str]) -> None:
-    """Warnings of an answer to stderr, one a line."""
-    for text in texts:
+WARNINGS_SHOWN: Final = 10
+
+
+def warn(texts: Sequence[str]) -> None:
+    """Warnings of an answer to stderr, one a line, the first few."""
+    for text in texts[:WARNINGS_SHOWN]:
         note(f"warning: {text}")
+    if len(texts) > WARNINGS_SHOWN:
+        note(f"{len(texts) - WARNINGS_SHOWN} more warnings; -o json has them all")
 
 
 def _let_go() -> None:

@@ -114,6 +114,7 @@ def _merge(
     apart: list[fleet_pb2.TargetResult] = []
     owners: dict[str, str] = {}
     taken: set[str] = set()
+    shared: list[str] = []
     for target, name in chosen:
         info = identities.get(target.address)
         labels = {**(info.labels if info else {}), **target.labels}
@@ -128,9 +129,12 @@ def _merge(
             warnings.append(row.message)
             continue
         if unique != name:
-            warnings.append(f"two replicas call themselves {name}; the one at {target.address} is shown as {unique}")
+            shared.append(name)
         taken.add(unique)
         aims.append(Aim(unique, target.address, labels, target.server_name, target.identity))
+    if shared:
+        some = ", ".join(sorted(set(shared))[:3]) + (", ..." if len(set(shared)) > 3 else "")
+        warnings.append(f"several replicas call themselves {some}; all but the first are shown with their address")
     return tuple(aims), tuple(apart)
 
 
