@@ -5,11 +5,13 @@ it samples is a function of everything read back through the block table. So a b
 or served from a cache it should not be in, changes the tokens. Sampling is greedy and repeatable: a request's tokens
 depend on its prompt alone, as long as the engine's bookkeeping is right.
 
-Environment: KVCTL_FAKE_BLOCKS (blocks, default 256), KVCTL_FAKE_STEP_MS (time of a step, default 0).
+Environment: KVCTL_FAKE_BLOCKS (blocks, default 256), KVCTL_FAKE_STEP_MS (time of a step, default 0),
+KVCTL_FAKE_HOLD_GIL=1 (a step holds the GIL all that time, as a bad extension would).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 import zlib
@@ -39,6 +41,14 @@ def expected_tokens(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def spend(seconds: float) -> None:
+    """The time of a step."""
+    if os.environ.get("KVCTL_FAKE_HOLD_GIL") == "1":
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # PyDLL, other than CDLL, keeps the GIL
+    else:
+        time.sleep(seconds)
+
+
 @dataclass
 class _Request:
     tokens: list[int]
@@ -56,7 +66,7 @@ class _Later(Future):  # type: ignore[type-arg]
 
     def result(self, timeout: float | None = None) -> Any:
         if self._seconds:
-            time.sleep(self._seconds)
+            spend(self._seconds)
         return super().result(timeout)
 
 
@@ -115,7 +125,7 @@ class FakeExecutor(Executor):
         sampled, self._sampled = self._sampled, None
         if non_block:
             return _Later(sampled, self._seconds)
-        time.sleep(self._seconds)
+        spend(self._seconds)
         return sampled
 
     def _learn(self, scheduler_output: Any) -> None:
