@@ -21,8 +21,8 @@ by every method through which the caller changes the scheduler.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -31,6 +31,8 @@ from vllm.v1.engine import core as vllm_core
 from engine_bridge import attach
 from engine_bridge.engine.core import VllmEngine, rank_of
 from engine_bridge.page import Phase
+
+logger = logging.getLogger("kvctl.bridge")
 
 _MARK: Final = "_kvctl_hooked"
 _BRIDGE: Final = "_kvctl_bridge"
@@ -97,6 +99,17 @@ def _wrap_init(owner: Any) -> None:
     owner.__init__ = init
 
 
+def _or_break_down(bridge: attach.Bridge, hook: Callable[[], None]) -> attach.Bridge | None:
+    """Hooks that do not fit this vLLM must not keep its engine from starting."""
+    try:
+        hook()
+    except Exception as error:
+        logger.exception("kvctl: the engine bridge does not fit this vLLM and is off; the engine serves without it")
+        bridge.break_down(error)
+        return None
+    return bridge
+
+
 # --- an engine with a loop of its own --------------------------------------------------------------------------------
 
 
@@ -117,8 +130,7 @@ def attach_to_process(engine: Any) -> attach.Bridge | None:
     if bridge is None:
         return None
     setattr(engine, _BRIDGE, bridge)
-    _hook_loop(engine, ports[0], bridge)
-    return bridge
+    return _or_break_down(bridge, lambda: _hook_loop(engine, ports[0], bridge))
 
 
 def _hook_loop(engine: Any, port: VllmEngine, bridge: attach.Bridge) -> None:
@@ -191,17 +203,18 @@ def attach_in_process(engine: Any) -> attach.Bridge | None:
     if bridge is None:
         return None
     setattr(engine, _BRIDGE, bridge)
-    _hook_methods(engine, ports[0], bridge, lock)
-    threading.Thread(
-        target=_serve,
-        args=(weakref.ref(engine), bridge, ports[0].steps, lock, wanted),
-        name="kvctl-bridge",
-        daemon=True,
-    ).start()
-    return bridge
+    serve = threading.Thread(
+        target=_serve, args=(bridge, ports[0].steps, lock, wanted), name="kvctl-bridge", daemon=True
+    )
+
+    def hook_and_start() -> None:
+        _hook_methods(engine, ports[0], bridge, lock, wanted)
+        serve.start()
+
+    return _or_break_down(bridge, hook_and_start)
 
 
-def _hook_methods(engine: Any, port: VllmEngine, bridge: attach.Bridge, lock: Any) -> None:
+def _hook_methods(engine: Any, port: VllmEngine, bridge: attach.Bridge, lock: Any, wanted: threading.Event) -> None:
     steps = port.steps
     step_fn, shutdown = engine.step_fn, engine.shutdown
 
@@ -228,8 +241,10 @@ def _hook_methods(engine: Any, port: VllmEngine, bridge: attach.Bridge, lock: An
     def close_and_shutdown(*args: Any, **kwargs: Any) -> Any:
         with lock:
             bridge.close()
+        wanted.set()
         return shutdown(*args, **kwargs)
 
+    bridge.on_breakdown = wanted.set
     _hook_scheduler(engine.scheduler, port)
     for name in _LOCKED:
         if hasattr(engine, name):
@@ -237,21 +252,16 @@ def _hook_methods(engine: Any, port: VllmEngine, bridge: attach.Bridge, lock: An
     engine.step_fn, engine.shutdown = step, close_and_shutdown
 
 
-def _serve(
-    engine_ref: Callable[[], Any], bridge: attach.Bridge, steps: Any, lock: Any, wanted: threading.Event
-) -> None:
-    """The bridge's own thread: acts whenever the caller is not inside the engine."""
+def _serve(bridge: attach.Bridge, steps: Any, lock: Any, wanted: threading.Event) -> None:
+    """The bridge's own thread: acts whenever the caller is not inside the engine. `wanted` is set by the waker, and
+    when the bridge has closed.
+    """
     wanted.set()
     while not bridge.closed:
         wanted.wait()
         wanted.clear()
-        if engine_ref() is None:
-            with lock:
-                bridge.close()
-            return
         with lock:
             bridge.boundary()
             bridge.observe(steps, Phase.IDLE)
-            if bridge.waits_for_step:
-                continue
-            bridge.arm()
+            if not bridge.waits_for_step:
+                bridge.arm()

@@ -30,8 +30,11 @@ class Steps:
         self._scheduler = engine.scheduler
         self._pools = pools.distinct_pools(engine.scheduler)
         self._maps = self._current_maps()
+        self._reset_by_others = False
         self._asleep = False
         self._maps_awake = self._maps
+        self.woke_without_reset = False
+        """The executor slept and woke, and hashes from before still name memory that was thrown away."""
         self.tokens = 0
         self.preemptions = 0
         self.outputs = 0
@@ -77,29 +80,33 @@ class Steps:
             cached += len(pool.cached_block_hash_to_block)
         counters.blocks_free = free
         counters.blocks_cached = cached
-        self._notice(counters, now_ns)
+        self.look()
+        if self._reset_by_others:
+            self._reset_by_others = False
+            counters.last_reset_ns = now_ns
+            counters.last_reset_mode = RESET_MODES["foreign"]
+        counters.sleeping = int(self._asleep)
+        flags = counters.flags & ~FLAG_WOKE_WITHOUT_RESET
+        counters.flags = flags | (FLAG_WOKE_WITHOUT_RESET if self.woke_without_reset else 0)
 
-    def _notice(self, counters: Counters, now_ns: int) -> None:
-        """What others did: a reset replaces the lookup maps, a sleep throws away the memory behind them."""
+    def look(self) -> None:
+        """Notice what others did: a reset replaces the lookup maps, a sleep throws away the memory behind them."""
         maps = self._current_maps()
         if maps != self._maps:
             self._maps = maps
-            counters.last_reset_ns = now_ns
-            counters.last_reset_mode = RESET_MODES["foreign"]
-            counters.flags &= ~FLAG_WOKE_WITHOUT_RESET
+            self._reset_by_others = True
+            self.woke_without_reset = False
         asleep = bool(self._engine.model_executor.is_sleeping)
-        counters.sleeping = int(asleep)
-        if asleep == self._asleep:
-            if not asleep:
-                self._maps_awake = maps
-            return
+        if self._asleep and not asleep and maps == self._maps_awake:
+            self.woke_without_reset = any(len(pool.cached_block_hash_to_block) for pool in self._pools)
+        if not asleep:
+            self._maps_awake = maps
         self._asleep = asleep
-        if not asleep and maps == self._maps_awake and counters.blocks_cached:
-            counters.flags |= FLAG_WOKE_WITHOUT_RESET
 
     def own_reset(self) -> None:
         """The lookup maps were just replaced by us."""
         self._maps = self._current_maps()
+        self.woke_without_reset = False
 
     def _current_maps(self) -> list[int]:
         # The identity of an object that is alive, and compared while it is: cheaper than comparing dictionaries.

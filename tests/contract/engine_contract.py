@@ -324,7 +324,9 @@ class EngineContract:
         with BridgeClient(subject.socket_path) as other:
             calls = [bridge.post(ask), bridge.post(ask)]
             other_call = other.post(ask)
+            # A reply to a later frame of the same connection shows that the engine has read the earlier ones.
             assert isinstance(other.ask(protocol.Ping), protocol.Pong)
+            assert isinstance(bridge.ask(protocol.Ping), protocol.Pong)
             subject.release()
             outcomes = [bridge.answer(calls[0]), bridge.answer(calls[1]), other.answer(other_call)]
         states = {(outcome.state, outcome.replayed) for outcome in outcomes if isinstance(outcome, protocol.Outcome)}
