@@ -17,6 +17,7 @@ PROMETHEUS := promtool prometheus prometheus-alertmanager
 MISSING = $(strip $(foreach program,$(PROMETHEUS),$(if $(shell command -v $(program)),,$(program))))
 FAST = not engine and not slow$(if $(CI),,$(if $(MISSING), and not prometheus))
 ENGINE = engine and not slow$(if $(CI),,$(if $(MISSING), and not prometheus))
+WITHOUT_ENGINE = --ignore tests/engine --ignore tests/e2e
 LEFT_OUT = $(if $(CI),,$(if $(MISSING),@echo "left out for want of $(MISSING): tests of the alert rules (apt-get install prometheus prometheus-alertmanager)"))
 
 .DEFAULT_GOAL := help
@@ -30,12 +31,12 @@ demo: run ## Two real vLLM replicas, load, and the three kinds of reset, measure
 
 test: all ## Every test: the fast suite, then real vLLM engines and the fleet end to end
 	$(LEFT_OUT)
-	$(PYTEST) -m "$(FAST)" -n 2 -q $(ARGS)
+	$(PYTEST) -m "$(FAST)" -n 2 -q $(WITHOUT_ENGINE) $(ARGS)
 	$(PYTEST) -m "$(ENGINE)" -q $(ARGS)
 
 unit: dev ## The fast suite, no vLLM needed
 	$(LEFT_OUT)
-	$(PYTEST) -m "$(FAST)" -n 2 -q $(ARGS)
+	$(PYTEST) -m "$(FAST)" -n 2 -q $(WITHOUT_ENGINE) $(ARGS)
 
 engine-tests: all ## Only the tests on real vLLM
 	$(LEFT_OUT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
@@ -13,7 +12,7 @@ from engine_bridge import protocol
 from sidecar.replica import requests, rules
 from sidecar.rpc.errors import Failure
 
-ID = str(uuid.uuid4())
+ID = "6f4a1c52-9d0e-4f5b-8c1e-2a7d3b9e0f11"  # fixed: parallel workers must collect the same cases
 KEEP = types.RUNNING_REQUESTS_KEEP
 BASE = {
     api.ResetPrefixCacheRequest: {"request_id": ID},
@@ -38,7 +37,7 @@ def values_of(field):
     if field.type == FieldDescriptor.TYPE_BOOL:
         return [True]
     if field.name.endswith("request_id"):
-        return [str(uuid.uuid4())]
+        return ["0b7e2d94-3c51-4a86-9f2d-71c0e8a4b6d3"]
     if field.type == FieldDescriptor.TYPE_STRING:
         return ["v7"]
     if field.type == FieldDescriptor.TYPE_MESSAGE:
