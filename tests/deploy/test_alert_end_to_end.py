@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -102,27 +103,21 @@ def test_an_engine_that_dies_pages_somebody_although_the_sidecar_is_well(tmp_pat
 
 @pytest.mark.engine
 @pytest.mark.timeout(400)
-def test_a_real_vllm_that_stops_pages_somebody_and_the_alert_resolves_when_it_goes_on(tmp_path: Path) -> None:
-    from contextlib import ExitStack
-
-    from monitoring import free_port
-    from record_metrics import BOOT_S, VLLM_ENV, complete, start, until, vllm_words
+def test_a_real_vllm_engine_that_stops_pages_somebody_and_the_alert_resolves_when_it_goes_on(tmp_path: Path) -> None:
+    from tests.engine.conftest import engine_process
 
     engines = tmp_path / "engines"
     engines.mkdir(mode=0o700)
-    port = free_port()
     name = "KvctlEngineStopped"
     with ExitStack() as stack:
-        env = {"KVCTL_ENGINE_DIR": str(engines), **VLLM_ENV}
-        vllm = start(stack, vllm_words(port), tmp_path / "vllm.log", **env)
+        vllm = stack.enter_context(engine_process(engines, step_ms=5))
         sidecar = SidecarProcess(engines, tmp_path)
         stack.callback(sidecar.end)
-        until(f"http://127.0.0.1:{port}/health", vllm, BOOT_S)
-        complete(port, 1)
-        targets = {sidecar.metrics: POD, f"127.0.0.1:{port}": POD}
         rules = impatient(RULES, "2s", tmp_path / "rules.yaml")
-        server = stack.enter_context(prometheus(tmp_path / "prometheus", targets, rules))
-        eventually(lambda: server.query("kvctl_engine_up == 1 and on (pod) vllm:num_requests_running"), 60, "both")
+        server = stack.enter_context(prometheus(tmp_path / "prometheus", {sidecar.metrics: POD}, rules))
+        request = vllm.add(list(range(64)), 100_000 // 128)
+        vllm.wait_tokens(request, 3)
+        eventually(lambda: server.query('kvctl_admission_verdict{verdict="FLOWING"} == 1'), 60, "tokens flow")
         with sidecar.stub() as stub:
             pid = stub.GetReplica(replica_pb2.GetReplicaRequest(), timeout=10).replica.engines[0].pid
         os.kill(pid, signal.SIGSTOP)
@@ -132,4 +127,4 @@ def test_a_real_vllm_that_stops_pages_somebody_and_the_alert_resolves_when_it_go
         finally:
             os.kill(pid, signal.SIGCONT)
         eventually(lambda: state(server, name) == "", 60, f"{name} resolved")
-        complete(port, 2)
+        vllm.wait_finished(request)
