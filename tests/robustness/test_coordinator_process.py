@@ -7,57 +7,19 @@ import os
 import resource
 import signal
 import subprocess
-import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
 import pytest
-from kvctl.v1 import fleet_pb2, fleet_pb2_grpc
+from kvctl.v1 import fleet_pb2
 
-from sidecar.rpc import addresses, channels, errors
+from sidecar.rpc import errors
 from tests.contract.coordinator_in_process import ENDED, keep_reset
 from tests.contract.fake_sidecar_server import FakeSidecar, serving
 from tests.contract.sidecar_process import environment, wait_until
-
-WORDS = [sys.executable, "-m", "sidecar.coordinator.main"]
-
-
-class CoordinatorProcess:
-    def __init__(self, folder: Path, targets: list[str], *arguments: str, **popen: object) -> None:
-        self.ready = folder / f"ready-{uuid.uuid4().hex[:8]}.json"
-        self.log_file = folder / "coordinator.log"
-        words = [word for target in targets for word in ("--targets", target)]
-        words += ["--store", str(folder / "ops.db"), "--ready-file", str(self.ready), "--metrics", "off"]
-        if "--listen" not in arguments:
-            words += ["--listen", "127.0.0.1:0"]
-        with self.log_file.open("a") as log:
-            self.process = subprocess.Popen(
-                [*WORDS, *words, *arguments],
-                env=environment(),
-                stderr=log,
-                stdout=log,
-                **popen,  # type: ignore[call-overload]
-            )
-
-    def serve(self) -> fleet_pb2_grpc.FleetAdminStub:
-        import json
-
-        wait_until(lambda: self.ready.exists() or self.process.poll() is not None, 15, self.log)
-        assert self.ready.exists(), self.log()
-        self.address = json.loads(self.ready.read_text())["listen"][0]
-        self.channel = channels.connect_blocking(addresses.parse(self.address))
-        return fleet_pb2_grpc.FleetAdminStub(self.channel)
-
-    def log(self) -> str:
-        return self.log_file.read_text()
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(10)
+from tests.robustness.coordinator_process import WORDS, CoordinatorProcess, get
 
 
 @pytest.fixture
@@ -70,11 +32,6 @@ def start(made: ExitStack, folder: Path, targets: list[str], *arguments: str, **
     process = CoordinatorProcess(folder, targets, *arguments, **popen)
     made.callback(process.end)
     return process
-
-
-def get(stub: fleet_pb2_grpc.FleetAdminStub, operation_id: str) -> fleet_pb2.FleetOperation:
-    request = fleet_pb2.FleetAdminGetOperationRequest(operation_id=operation_id)
-    return stub.GetOperation(request, timeout=5).operation
 
 
 async def test_sigterm_lets_calls_under_way_end_starts_no_more_and_the_next_one_finishes(
