@@ -276,7 +276,7 @@ async def test_an_api_server_that_never_answered_is_an_error(client: Api, api: A
         raise Refused(403, "Forbidden", "pods is forbidden")
 
     api.faults = away
-    with pytest.raises(DiscoveryError, match=r"pods is forbidden.*needs get, list and watch"):
+    with pytest.raises(DiscoveryError, match=r"pods is forbidden.*needs list and watch"):
         await from_url("pods:///llm?selector=pool%3Da", client).targets()
 
 

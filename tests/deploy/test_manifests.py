@@ -150,7 +150,7 @@ def test_only_the_operator_reaches_the_api_server_and_only_in_its_namespace(rend
     verbs = {(g, r): set(rule["verbs"]) for rule in role["rules"] for g in rule["apiGroups"] for r in rule["resources"]}
     assert "*" not in str(verbs)
     assert not {"secrets", "configmaps", "deployments"} & {resource for _, resource in verbs}
-    assert verbs["", "pods"] == {"get", "list", "watch", "patch"}
+    assert verbs["", "pods"] == {"list", "watch", "patch"}
     assert replica_pod(rendered)["spec"]["automountServiceAccountToken"] is False
 
 

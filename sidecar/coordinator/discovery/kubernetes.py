@@ -233,5 +233,5 @@ def _expected(url: str) -> str:
 
 def _advice(error: ApiError) -> str:
     if error.status in (401, 403):
-        return f"{error}. The service account needs get, list and watch on it: deploy/kustomize/base/operator-rbac.yaml"
+        return f"{error}. The service account needs list and watch on it: deploy/kustomize/base/operator-rbac.yaml"
     return str(error)
