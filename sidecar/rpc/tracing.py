@@ -57,7 +57,8 @@ def span_maker(service: str) -> SpanMaker | None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
     except ImportError:
         return None
-    provider = TracerProvider(resource=Resource.create({"service.name": service}))
+    # Not flushed at exit: a collector that is down would hold up the end of the process by its retries.
+    provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     tracer = provider.get_tracer("kvctl")
     propagator = TraceContextTextMapPropagator()
