@@ -138,15 +138,19 @@ class Run:
     async def go(self) -> Phase | None:
         """Run to the end. None when it did not end here: the resource is gone, or another process leads."""
         try:
-            return await self._go()
-        except NotToRun as ending:
-            await self._finish(ending.phase, [], str(ending), reason=ending.reason)
-            return ending.phase
+            return await self._to_an_end()
         except JournalError as error:
             LOG.warning("%s: %s", self.resource.key, error)
             return None
         finally:
             self.done.set()
+
+    async def _to_an_end(self) -> Phase | None:
+        try:
+            return await self._go()
+        except NotToRun as ending:
+            await self._finish(ending.phase, [], str(ending), reason=ending.reason)
+            return ending.phase
 
     # --- the way -------------------------------------------------------------------------------------------------
 

@@ -499,6 +499,27 @@ async def test_an_api_server_that_is_away_for_a_moment_costs_no_effect_and_no_re
     assert sum(cluster.effects()) == status["counts"]["succeeded"]
 
 
+async def test_discovery_that_is_away_is_waited_for_and_shown_and_a_deletion_ends_the_wait(cluster: Cluster) -> None:
+    async def no_pods(_method: str, path: str) -> None:
+        if path.endswith("/pods"):
+            raise Refused(503, "ServiceUnavailable", "etcd has no leader")
+
+    cluster.api.faults = no_pods
+    async with cluster.operator() as operator:
+        await cluster.apply("given-up", KEEP)
+        await cluster.api.until(lambda: cluster.status("given-up").get("phase") == "Pending")
+        assert "etcd has no leader" in cluster.status("given-up")["message"]
+        await cluster.api.remove("cacheoperations", "given-up")
+        async with asyncio.timeout(30):
+            while operator.controller.active:  # noqa: ASYNC110 - seen from outside
+                await asyncio.sleep(0.01)
+        await cluster.apply("waited-for", KEEP)
+        await cluster.api.until(lambda: cluster.status("waited-for").get("phase") == "Pending")
+        cluster.api.faults = None
+        assert (await cluster.finished("waited-for"))["phase"] == "Succeeded"
+    assert cluster.effects() == [1, 1, 1, 1]
+
+
 async def test_a_rotated_service_account_token_is_picked_up(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("one\n")
