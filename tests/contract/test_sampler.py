@@ -205,6 +205,7 @@ async def test_over_http_a_status_is_judged_by_counts_and_never_by_an_evidence_f
     watching = sampler(engines)
     await look(engines, watching, 5, running=1, waiting=3, moved=1, phase=-1)
     await look(engines, watching, 40, running=0, waiting=3, phase=-1)
+    engines.listed[0].told = msgspec.structs.replace(engines.listed[0].told, monotonic_ns=engines.now_ns)
     status = await watching.status()
     assert (status.engines[0].verdict, status.engines[0].stalled) == (types.VERDICT_UNKNOWN, True)
     assert "only the engine bridge can see why" in status.engines[0].explanation
