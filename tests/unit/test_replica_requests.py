@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from kvctl.v1 import replica_pb2 as api
