@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvctl.v1 import fleet_pb2, replica_pb2, types_pb2
 
 from sidecar.client.errors import FleetFailed, KvctlError, error_for
-from sidecar.coordinator.outcomes import DUPLICATE_TARGET, code_name
+from sidecar.coordinator.outcomes import DUPLICATE_TARGET, code_name, enum_word
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class FleetResult:
 
 def fleet_result(operation: fleet_pb2.FleetOperation) -> FleetResult:
     """From the API's message."""
-    state = fleet_pb2.OperationState.Name(operation.state).removeprefix("OPERATION_STATE_").lower()
+    state = enum_word(fleet_pb2.OperationState.DESCRIPTOR, operation.state, "OPERATION_STATE_")
     return FleetResult(
         operation.operation_id,
         state,
@@ -184,7 +184,7 @@ def replica_result(row: fleet_pb2.TargetResult) -> ReplicaResult:
     return ReplicaResult(
         row.replica,
         row.address,
-        fleet_pb2.TargetOutcome.Name(row.outcome).removeprefix("TARGET_OUTCOME_").lower(),
+        enum_word(fleet_pb2.TargetOutcome.DESCRIPTOR, row.outcome, "TARGET_OUTCOME_"),
         row.code,
         row.reason,
         row.message,
@@ -220,7 +220,7 @@ def _status(status: types_pb2.EngineStatus) -> _Status:
 
 
 def _tier(tier: types_pb2.TierResult) -> Tier:
-    state = types_pb2.TierState.Name(tier.state).removeprefix("TIER_STATE_").lower()
+    state = enum_word(types_pb2.TierState.DESCRIPTOR, tier.state, "TIER_STATE_")
     return Tier(state, tier.reason, tier.message)
 
 
@@ -259,7 +259,7 @@ def _relief(engine: types_pb2.EngineRelief) -> EngineRelief:
 
 
 def _scheduling(engine: types_pb2.EngineScheduling) -> EngineScheduling:
-    state = types_pb2.SchedulingState.Name(engine.state).removeprefix("SCHEDULING_STATE_").lower()
+    state = enum_word(types_pb2.SchedulingState.DESCRIPTOR, engine.state, "SCHEDULING_STATE_")
     return EngineScheduling(*_status(engine.status), state=state, weight_version=engine.weight_version)
 
 
@@ -310,7 +310,7 @@ def _admissions(answer: replica_pb2.AdmissionStatusResponse) -> tuple[EngineAdmi
     return tuple(
         EngineAdmission(
             engine.engine.data_parallel_rank,
-            types_pb2.Verdict.Name(engine.verdict).removeprefix("VERDICT_"),
+            enum_word(types_pb2.Verdict.DESCRIPTOR, engine.verdict, "VERDICT_").upper(),
             engine.stalled,
             engine.explanation,
             engine.requests.running,

@@ -14,6 +14,7 @@ from typing import Final, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import EnumDescriptor
 from kvctl.v1 import fleet_pb2, replica_pb2, types_pb2
 
 from sidecar.rpc import errors
@@ -166,6 +167,12 @@ def of_record(record: replica_pb2.GetOperationResponse) -> fleet_pb2.TargetResul
 def code_name(number: int) -> str:
     """Canonical name of a gRPC code number."""
     return _CODE_NAMES.get(number, "UNKNOWN")
+
+
+def enum_word(kind: EnumDescriptor, number: int, prefix: str) -> str:
+    """A value of an enum as a word: "succeeded". One that a newer peer sent and this code does not know: its number."""
+    known = kind.values_by_number.get(number)
+    return known.name.removeprefix(prefix).lower() if known else f"value_{number}"
 
 
 _CODE_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}

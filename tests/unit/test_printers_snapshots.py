@@ -15,6 +15,7 @@ from rich.console import Console
 
 from sidecar.cli import live
 from sidecar.cli.printers import admission, encoding, operation, operations, replicas, style
+from sidecar.client.results import fleet_result
 from sidecar.coordinator import outcomes
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -233,6 +234,22 @@ def test_every_reason_that_gets_advice_is_one_of_the_api() -> None:
 
     known = {name.removeprefix("REASON_") for name in errors_pb2.Reason.keys()}  # noqa: SIM118
     assert set(NEXT) <= known
+
+
+def test_values_that_only_a_newer_replica_knows_are_shown_by_number() -> None:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID, state=99)
+    newer = row("r0", fleet_pb2.TARGET_OUTCOME_SUCCEEDED, "OK")
+    newer.reset.engines.append(reset_engine(0, connector=98))
+    made.results.extend([newer, row("r1", 97, "OK")])
+    tables = (lambda c: operation.print_table(c, made), lambda c: operations.print_table(c, [made]))
+    text = " ".join(" ".join(printed(each, style.WIDE) for each in tables).split())
+    assert "connector in state 98" in text
+    assert "outcome 97" in text
+    assert "value_99" in text
+    fleet = an_admission()
+    fleet.replicas[0].admission.engines[0].verdict = 96
+    assert "VALUE_96" in printed(lambda c: admission.print_table(c, fleet), 80)
+    assert fleet_result(made).state == "value_99"
 
 
 def test_a_failure_group_names_at_most_six_replicas() -> None:

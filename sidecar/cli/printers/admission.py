@@ -9,6 +9,7 @@ from kvctl.v1 import fleet_pb2, types_pb2
 from rich.console import Console
 
 from sidecar.cli.printers.style import clean, seconds, table, words
+from sidecar.coordinator.outcomes import enum_word
 
 GOOD: Final = frozenset({types_pb2.VERDICT_IDLE, types_pb2.VERDICT_FLOWING})
 BAD: Final = frozenset(
@@ -25,10 +26,7 @@ BAD: Final = frozenset(
 
 def verdict_name(verdict: types_pb2.Verdict.ValueType) -> str:
     """FLOWING, HELD_BLOCKS_DEADLOCK, ...; a verdict of a newer sidecar by its number."""
-    try:
-        return types_pb2.Verdict.Name(verdict).removeprefix("VERDICT_")
-    except ValueError:
-        return f"VERDICT_{verdict}"
+    return enum_word(types_pb2.Verdict.DESCRIPTOR, verdict, "VERDICT_").upper()
 
 
 def tone(engine: types_pb2.EngineAdmission) -> str:
@@ -114,7 +112,7 @@ def last_reset(engine: types_pb2.EngineAdmission) -> str:
     """As in: 2.0 s ago (keep)."""
     if not engine.HasField("since_last_reset"):
         return "-"
-    mode = types_pb2.RunningRequests.Name(engine.last_reset_mode).removeprefix("RUNNING_REQUESTS_").lower()
+    mode = enum_word(types_pb2.RunningRequests.DESCRIPTOR, engine.last_reset_mode, "RUNNING_REQUESTS_")
     return f"{seconds(length(engine.since_last_reset))} ago ({mode})"
 
 

@@ -27,6 +27,11 @@ TIER_WORDS: Final = {
 }
 
 
+def tier_word(state: types_pb2.TierState.ValueType) -> str:
+    """What became of a tier; a state of a newer replica by its number."""
+    return TIER_WORDS.get(state, f"in state {state}")
+
+
 def code_name(number: int) -> str:
     """Canonical name of a code."""
     return _CODES.get(number, "UNKNOWN")
@@ -97,7 +102,7 @@ def scheduling(engines: Sequence[types_pb2.EngineScheduling]) -> str:
     """As in: paused, lease 30.0 s" or "running, weights step-12."""
     if not engines:
         return ""
-    states = sorted({_SCHEDULING[engine.state] for engine in engines})
+    states = sorted({_SCHEDULING.get(engine.state, f"state {engine.state}") for engine in engines})
     parts = [" and ".join(states)]
     lease = min((_duration(engine) for engine in engines), default=0.0)
     if lease > 0:
@@ -123,7 +128,7 @@ def tiers(engine: types_pb2.EngineReset) -> str:
     for name in TIERS:
         tier = getattr(engine, name)
         if tier.state not in (types_pb2.TIER_STATE_NOT_REQUESTED, types_pb2.TIER_STATE_UNSPECIFIED):
-            found.append(f"{name.removesuffix('_cache')} {TIER_WORDS[tier.state]}")
+            found.append(f"{name.removesuffix('_cache')} {tier_word(tier.state)}")
     return ", ".join(found)
 
 
@@ -142,7 +147,7 @@ def _other_tiers(engines: Sequence[types_pb2.EngineReset]) -> list[str]:
         states = {getattr(engine, name).state for engine in engines}
         states -= {types_pb2.TIER_STATE_NOT_REQUESTED, types_pb2.TIER_STATE_UNSPECIFIED}
         if states:
-            found.append(f"{name} {' / '.join(TIER_WORDS[state] for state in sorted(states))}")
+            found.append(f"{name} {' / '.join(tier_word(state) for state in sorted(states))}")
     return found
 
 

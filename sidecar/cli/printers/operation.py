@@ -31,7 +31,7 @@ def print_table(console: Console, operation: fleet_pb2.FleetOperation) -> None:
     """A row a replica, readable at 80 columns, and the summary."""
     made = table("REPLICA", "OUTCOME", "CODE", "WHAT HAPPENED")
     for row in operation.results:
-        word, tone = OUTCOMES[row.outcome]
+        word, tone = OUTCOMES.get(row.outcome, (f"outcome {row.outcome}", "doubtful"))
         made.add_row(words(row.replica), words(word, tone), words(row.code or "-"), words(told(row)))
     _show(console, made, operation)
 
@@ -40,7 +40,7 @@ def print_wide(console: Console, operation: fleet_pb2.FleetOperation) -> None:
     """A row an engine with every figure, as wide as it needs, and the summary."""
     made = table("REPLICA", "ADDRESS", "ENGINE", "OUTCOME", "CODE", "TRIES", "TOOK", "WHAT HAPPENED")
     for row in operation.results:
-        word, tone = OUTCOMES[row.outcome]
+        word, tone = OUTCOMES.get(row.outcome, (f"outcome {row.outcome}", "doubtful"))
         took = seconds(row.took.seconds + row.took.nanos / 1e9) if row.HasField("took") else "-"
         engines = list(_engines(row)) or [("-", row.code or "-", _reason_and(row.reason, row.message))]
         for rank, code, text in engines:

@@ -8,6 +8,7 @@ from kvctl.v1 import fleet_pb2, types_pb2
 from rich.console import Console
 
 from sidecar.cli.printers.style import table, words
+from sidecar.coordinator.outcomes import enum_word
 
 _TONES = {
     fleet_pb2.OPERATION_STATE_SUCCEEDED: "good",
@@ -19,7 +20,7 @@ _TONES = {
 
 def state_name(state: fleet_pb2.OperationState.ValueType) -> str:
     """running, paused, succeeded, ..."""
-    return fleet_pb2.OperationState.Name(state).removeprefix("OPERATION_STATE_").lower()
+    return enum_word(fleet_pb2.OperationState.DESCRIPTOR, state, "OPERATION_STATE_")
 
 
 def print_table(console: Console, operations: Sequence[fleet_pb2.FleetOperation]) -> None:
@@ -30,7 +31,7 @@ def print_table(console: Console, operations: Sequence[fleet_pb2.FleetOperation]
     made = table("OPERATION", "KIND", "STATE", "DONE", "STARTED")
     for operation in operations:
         counts = operation.counts
-        kind = types_pb2.OperationKind.Name(operation.kind).removeprefix("OPERATION_KIND_").lower()
+        kind = enum_word(types_pb2.OperationKind.DESCRIPTOR, operation.kind, "OPERATION_KIND_")
         made.add_row(
             words(operation.operation_id),
             words(kind),
