@@ -1,0 +1,23 @@
+"""What all tests share: reports that can travel from a worker of pytest-xdist to its controller."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape what is no text. Some tests log bytes that are not UTF-8 on purpose, and xdist dies of sending them."""
+    report = yield
+    report.sections = [(name, _escaped(text)) for name, text in report.sections]
+    if report.longrepr is not None and not isinstance(report.longrepr, tuple):
+        shown = str(report.longrepr)
+        if _escaped(shown) != shown:
+            report.longrepr = _escaped(shown)
+    return report
+
+
+def _escaped(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
