@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from sidecar.replica import config as settings
 from sidecar.replica.config import load
+from sidecar.replica.service import ACCESS
 from sidecar.rpc.auth import Role
 from sidecar.rpc.settings import ConfigError
 
@@ -123,3 +127,13 @@ def test_an_empty_variable_is_as_if_it_were_not_set():
 def test_listen_and_metrics_on_one_port_fail_early():
     with pytest.raises(ConfigError, match="different ports"):
         load(["--listen", "127.0.0.1:7700", "--metrics", "127.0.0.1:7700"], {})
+
+
+def test_the_documentation_names_every_setting_and_every_role_as_they_are():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "sidecar.md").read_text()
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    documented = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    assert documented == set(settings._TABLE)
+    for method, role in ACCESS.items():
+        row = next(line for line in text.splitlines() if line.startswith(f"| {role.name.lower()} |"))
+        assert f"`{method.rpartition('/')[2]}`" in row
