@@ -28,13 +28,14 @@ from engine_bridge import __version__
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.config import Config
 from sidecar.coordinator.discovery import Discovery
-from sidecar.coordinator.discovery.sources import discovery_of
+from sidecar.coordinator.discovery.sources import discovery_of, kept_current
 from sidecar.coordinator.metrics import CoordinatorMetrics
 from sidecar.coordinator.operations import Operations, Retention
 from sidecar.coordinator.roster import Roster
 from sidecar.coordinator.schema import StoreError
 from sidecar.coordinator.service import RULES, SERVICE, FleetAdmin
 from sidecar.coordinator.store import Store, StoreLock
+from sidecar.coordinator.targets import Discovered
 from sidecar.rpc import addresses, logs
 from sidecar.rpc import server as rpc_server
 from sidecar.rpc.addresses import Address
@@ -64,7 +65,7 @@ def check(config: Config) -> str:
     if config.metrics is not None and (why := addresses.why_not_bindable(config.metrics)):
         raise CannotListen(why)
     discovery = discovery_of(config.sources, config.inventory or "", config.replica_server_name)
-    found = asyncio.run(discovery.targets())
+    found = asyncio.run(_look_once(discovery))
     _make_folder(config.store)
     StoreLock(config.store).release()
     lines = {
@@ -79,6 +80,11 @@ def check(config: Config) -> str:
     }
     notes = [f"  note: {warning}" for warning in found.warnings]
     return "\n".join(["settings are valid", *(f"  {key:<8} {value}" for key, value in lines.items()), *notes])
+
+
+async def _look_once(discovery: Discovery) -> Discovered:
+    async with kept_current(discovery):
+        return await discovery.targets()
 
 
 def server_settings(config: Config) -> ServerSettings:
@@ -113,7 +119,8 @@ class Application:
         store = Store(config.store)
         channels = Channels(config.client_security)
         try:
-            return await self._serve(settings, discovery, store, channels)
+            async with kept_current(discovery):
+                return await self._serve(settings, discovery, store, channels)
         finally:
             await channels.close()
             await store.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from sidecar.coordinator.discovery import Discovery, DiscoveryError
 from sidecar.coordinator.discovery.dns import DnsDiscovery
@@ -11,7 +13,37 @@ from sidecar.coordinator.discovery.static import InventoryDiscovery, StaticDisco
 from sidecar.coordinator.targets import Discovered, Target
 from sidecar.rpc import addresses
 
+if TYPE_CHECKING:
+    from sidecar.coordinator.discovery.kube_api import Api
+    from sidecar.coordinator.discovery.kubernetes import KubernetesDiscovery
+
 FORMS = "[NAME=]ADDRESS, dns:///name:port, endpoints:///NAMESPACE/SERVICE[:PORT] or pods:///NAMESPACE?selector=LABELS"
+
+
+@runtime_checkable
+class Kept(Protocol):
+    """A discovery that can be kept current in the background. One that is never started asks anew each time."""
+
+    def start(self) -> None:
+        """Begin."""
+        ...
+
+    async def stop(self) -> None:
+        """End, and close what was opened."""
+        ...
+
+
+@asynccontextmanager
+async def kept_current(discovery: Discovery) -> AsyncIterator[None]:
+    """While the block runs, sources that can be watched are watched."""
+    if not isinstance(discovery, Kept):
+        yield
+        return
+    discovery.start()
+    try:
+        yield
+    finally:
+        await discovery.stop()
 
 
 class JoinedDiscovery:
@@ -46,6 +78,18 @@ class JoinedDiscovery:
         """Every source."""
         return " and ".join(source.describe() for source in self._sources)
 
+    def start(self) -> None:
+        """Keep those current that can be."""
+        for source in self._sources:
+            if isinstance(source, Kept):
+                source.start()
+
+    async def stop(self) -> None:
+        """End that."""
+        for source in self._sources:
+            if isinstance(source, Kept):
+                await source.stop()
+
 
 def discovery_of(targets: Sequence[str] = (), inventory: str | Path = "", server_name: str = "") -> Discovery:
     """A discovery for texts of FORMS, and for an inventory file.
@@ -71,7 +115,23 @@ def _kubernetes(url: str, server_name: str) -> Discovery:
     # Start-up time, and an HTTP client that only Kubernetes needs.
     from sidecar.coordinator.discovery import kube_access, kube_api, kubernetes
 
-    return kubernetes.from_url(url, kube_api.Api(kube_access.find()), server_name)
+    api = kube_api.Api(kube_access.find())
+    return _Owning(kubernetes.from_url(url, api, server_name), api)
+
+
+class _Owning:
+    """A Kubernetes discovery together with the connections that only it uses."""
+
+    def __init__(self, discovery: KubernetesDiscovery, api: Api) -> None:
+        self._discovery = discovery
+        self._api = api
+        self.targets = discovery.targets
+        self.describe = discovery.describe
+        self.start = discovery.start
+
+    async def stop(self) -> None:
+        await self._discovery.stop()
+        await self._api.close()
 
 
 def _target(text: str) -> Target:
