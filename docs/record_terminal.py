@@ -12,6 +12,7 @@ import argparse
 import fcntl
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -26,6 +27,11 @@ from rich.text import Text
 COLUMNS, ROWS = 80, 24
 CLEARED = "\x1b[H"
 """What a live screen sends before each frame."""
+ERASED = re.compile("\r|\x1b\\[2K")
+"""What a progress line sends before it is drawn anew: only what comes after the last one stays to be seen."""
+
+UP = "\x1b[1A"
+"""Cursor one line up, to erase it."""
 
 
 def record(command: list[str], wait_for: str, keys: str, timeout_s: float) -> tuple[str, int]:
@@ -58,6 +64,16 @@ def record(command: list[str], wait_for: str, keys: str, timeout_s: float) -> tu
     return seen.decode("utf-8", "replace"), process.returncode
 
 
+def left_on_screen(text: str) -> list[str]:
+    """The lines that stay to be seen after progress lines were erased and drawn anew."""
+    lines: list[str] = []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        for _ in range(min(line.count(UP), len(lines))):
+            lines.pop()
+        lines.append(ERASED.split(line)[-1].rstrip())
+    return lines
+
+
 def main() -> int:
     """Read the command line, record, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -69,10 +85,12 @@ def main() -> int:
     options = parser.parse_args()
     text, code = record(options.command, options.wait_for, options.keys, options.timeout)
     frame = text.rpartition(CLEARED)[2] if CLEARED in text else text
+    lines = left_on_screen(frame)
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115 - closed at exit
     console.print(Text(f"$ {' '.join(options.command)}", style="bold"))
-    console.print(Text.from_ansi("\n".join(line.rstrip() for line in frame.replace("\r", "").splitlines()).strip("\n")))
-    options.svg.write_text(console.export_svg(title=options.command[0]))
+    console.print(Text.from_ansi("\n".join(lines).strip("\n")))
+    # A picture in a README must not fetch anything: the reader's own fixed-width font does.
+    options.svg.write_text(re.sub(r"@font-face \{.*?\}", "", console.export_svg(title=options.command[0]), flags=re.S))
     return code
 
 
