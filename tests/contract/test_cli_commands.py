@@ -128,7 +128,7 @@ def test_a_deadline_that_passes_exits_5(tmp_path: Path) -> None:
 
     fake.before = hang
     with fleet(tmp_path, fake) as inventory:
-        done = kvctl(tmp_path, "reset", "--inventory", str(inventory), "--timeout", "500ms")
+        done = kvctl(tmp_path, "reset", "--inventory", str(inventory), "--timeout", "3s")
     assert done.returncode == 5
 
 
