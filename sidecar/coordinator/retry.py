@@ -50,6 +50,9 @@ class RetryPolicy:
     longest_s: float = 5.0
     unavailable_attempts: int = 4
     """Calls to a replica that is not available, the first included. With `wait` only the time bounds them."""
+    patience_s: float = 2.0
+    """Without `wait`, the sum of waits that a target gets: a person watches, and a replica that asks for more time than
+    this (no engine yet) is told of at once."""
     smallest_rest_s: float = 0.05
     """A retry that would have less time than this left is not made."""
 
@@ -114,6 +117,7 @@ class Retries:
     random: random.Random = field(default_factory=random.SystemRandom)
     retries: int = 0
     _unavailable: int = 0
+    _waited_s: float = 0.0
 
     def after(self, result: fleet_pb2.TargetResult, now: float, retry_after_s: float = 0.0) -> Advice:
         """What to do after this answer; `retry_after_s` is the delay the replica named, 0 when it named none."""
@@ -134,11 +138,15 @@ class Retries:
             if self._unavailable >= self.policy.unavailable_attempts:
                 return Advice(Next.DONE, why=f"gave up after {self._unavailable} tries")
         after_s = self._backoff(retry_after_s)
+        impatient = limited and not self.wait and what is Next.REPEAT
+        if impatient and self._waited_s + after_s > self.policy.patience_s:
+            return Advice(Next.DONE, why=f"not tried again within {self.policy.patience_s:g} s; --wait goes on trying")
         if now + after_s + self.policy.smallest_rest_s >= self.deadline:
             return Advice(Next.DONE, why="no time is left for another try")
         if limited and not self.budget.take():
             return Advice(Next.DONE, why="the operation has used up its retries")
         self.retries += 1
+        self._waited_s += after_s
         return Advice(what, after_s)
 
     def _backoff(self, retry_after_s: float) -> float:

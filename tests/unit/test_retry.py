@@ -77,6 +77,16 @@ def test_a_delay_named_by_the_replica_is_the_least_wait_and_is_spread() -> None:
     assert len({round(wait, 6) for wait in waits}) > 40
 
 
+def test_a_replica_that_asks_for_more_time_than_a_person_gives_is_told_of_at_once() -> None:
+    no_engine = row("UNAVAILABLE", "NO_ENGINE")
+    advice = retries().after(no_engine, 0.0, retry_after_s=5.0)
+    assert advice.next is Next.DONE
+    assert "--wait" in advice.why
+    assert retries(wait=True).after(no_engine, 0.0, retry_after_s=5.0).next is Next.REPEAT
+    # What may have had an effect is asked for whatever the delay.
+    assert retries().after(row("UNAVAILABLE"), 0.0, retry_after_s=5.0).next is Next.ASK
+
+
 def test_sixty_retries_cannot_happen_in_milliseconds() -> None:
     tries = retries(wait=True, deadline=10.0)
     now, calls = 0.0, 0
