@@ -1,0 +1,163 @@
+"""How long the engine's thread is held: forgetting the cache and reordering free blocks, on vLLM's real BlockPool.
+
+Resets: vLLM's own body and ours take turns on the same pool, filled the same way each time. Reorder and the walk that
+measures contiguity run in slices between two engine steps; measured is the longest that the engine waits at a time
+(slices are strung together up to the dispatcher's limit, as it does it) and the sum. The garbage collector is off
+meanwhile: it pauses an engine whatever it does.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+
+from engine_bridge.dispatcher import SLICE_NS
+from engine_bridge.engine import pools
+from tests.bench.figures import Report, Table, main, progress
+from tests.bench.pairs import take_turns
+
+SIZES = (10_000, 100_000, 1_000_000)
+FILLS = (0.01, 0.5, 1.0)
+HOLD_LIMITS_MS = {100_000: 5.0, 1_000_000: 10.0}
+MEASURED_AFRESH = 3
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Milliseconds."""
+    started = time.perf_counter()
+    call()
+    return (time.perf_counter() - started) * 1000
+
+
+class Filling:
+    """Gives the same share of a pool's blocks a hash, in random order as a long session would."""
+
+    def __init__(self, pool: BlockPool, share: float) -> None:
+        self._pool = pool
+        count = int((pool.num_gpu_blocks - 1) * share)
+        chosen = random.Random(1).sample(range(1, pool.num_gpu_blocks), count)
+        self._hashes = [(block_id.to_bytes(36, "big"), pool.blocks[block_id]) for block_id in chosen]
+
+    def fill(self) -> None:
+        insert = self._pool._insert_block_hash
+        for block_hash, block in self._hashes:
+            insert(block_hash, block, 16)
+
+
+def scramble(pool: BlockPool) -> None:
+    """Free all blocks in random order."""
+    blocks = pool.get_new_blocks(pool.get_num_free_blocks())
+    random.Random(1).shuffle(blocks)
+    pool.free_blocks(blocks)
+
+
+def resets(pool: BlockPool, rounds: int, table: Table, report: Report) -> None:
+    size = pool.num_gpu_blocks
+    for share in FILLS:
+        filling = Filling(pool, share)
+
+        def stock(filling: Filling = filling) -> float:
+            filling.fill()
+            return timed(pool.reset_prefix_cache)
+
+        def ours(filling: Filling = filling) -> float:
+            filling.fill()
+            return timed(lambda: pools.drop_hashes(pool))
+
+        turns = take_turns(stock, {"ours": ours}, rounds)
+        ratio, noise = turns.ratio("ours"), turns.noise()
+        row = [f"{size:,}", f"{share:.0%}", turns.median_baseline, turns.median("ours")]
+        table.rows.append([*row, ratio.text, noise.text])
+        if share == FILLS[0]:
+            why = f"fixed costs weigh more the smaller the pool; stock takes {turns.median_baseline:.2f} ms here"
+            report.aim(f"reset of {size:,} blocks, {share:.0%} cached, 10 times as fast", 1 / ratio.median, 10, "times",
+                       why, least=True)  # fmt: skip
+        else:
+            why = f"the baseline against itself differs by {noise.text}"
+            report.aim(
+                f"reset of {size:,} blocks, {share:.0%} cached, not slower than stock", ratio.median, 1.0, "of it", why
+            )
+
+
+@dataclass
+class Holds:
+    """Times at a stretch, milliseconds: on the clock, and of the thread's own processor time."""
+
+    clock: list[float]
+    processor: list[float]
+
+
+def holds(work: Generator[Any, None, Any]) -> Holds:
+    found = Holds([], [])
+    done = False
+    while not done:
+        began, spent = time.perf_counter_ns(), time.thread_time_ns()
+        while True:
+            if next(work, _END) is _END:
+                done = True
+                break
+            if time.perf_counter_ns() - began >= SLICE_NS:
+                break
+        found.processor.append((time.thread_time_ns() - spent) / 1e6)
+        found.clock.append((time.perf_counter_ns() - began) / 1e6)
+    return found
+
+
+_END = object()
+
+
+def slices(name: str, generator: Iterator[None]) -> str:
+    """CPU time of the thread: on a busy machine the clock on the wall counts what other processes took, too."""
+    times: list[float] = []
+    while True:
+        started = time.thread_time()
+        try:
+            next(generator)
+        except StopIteration:
+            break
+        times.append((time.thread_time() - started) * 1000)
+    return (
+        f"{name}: {len(times)} slices, longest {max(times):.2f} ms, median {statistics.median(times):.3f} ms, "
+        f"sum {sum(times):.1f} ms"
+    )
+
+
+def measure(blocks: int, pairs: int) -> Iterator[str]:
+    pool = BlockPool(blocks, True, 16)
+    yield from resets(pool, pairs)
+    for scope in ("uncached", "all_free"):
+        scramble(pool)
+        fill(pool, 0.5, seed=1)
+        yield slices(f"reorder {scope}", pools.reorder([pool], scope))
+        pools.drop_hashes(pool)
+    scramble(pool)
+    yield slices("contiguity", pools.contiguity([pool]))
+    yield f"contiguity of the first 4096: {timed(lambda: pools.head_contiguity([pool], 4096)):.2f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", default="100000,1000000")
+    parser.add_argument("--pairs", type=int, default=5)
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    for blocks in map(int, arguments.blocks.split(",")):
+        print(f"{blocks} blocks")
+        gc.collect()
+        gc.disable()
+        for line in measure(blocks, arguments.pairs):
+            print(f"  {line}", flush=True)
+        gc.enable()
+
+
+if __name__ == "__main__":
+    main()
