@@ -115,49 +115,50 @@ def holds(work: Generator[Any, None, Any]) -> Holds:
 _END = object()
 
 
-def slices(name: str, generator: Iterator[None]) -> str:
-    """CPU time of the thread: on a busy machine the clock on the wall counts what other processes took, too."""
-    times: list[float] = []
-    while True:
-        started = time.thread_time()
-        try:
-            next(generator)
-        except StopIteration:
-            break
-        times.append((time.thread_time() - started) * 1000)
-    return (
-        f"{name}: {len(times)} slices, longest {max(times):.2f} ms, median {statistics.median(times):.3f} ms, "
-        f"sum {sum(times):.1f} ms"
+def sliced(pool: BlockPool, table: Table, report: Report) -> None:
+    """Reorder in both scopes, and the contiguity walk, over a queue in random order with half of it cached."""
+    size = pool.num_gpu_blocks
+    filling = Filling(pool, 0.5)
+    works: tuple[tuple[str, Callable[[], Generator[Any, None, Any]]], ...] = (
+        ("reorder uncached", lambda: pools.reorder([pool], "uncached")),
+        ("reorder all_free", lambda: pools.reorder([pool], "all_free")),
+        ("contiguity", lambda: pools.contiguity([pool])),
     )
+    for name, work in works:
+        longest, whole = [], []
+        for _ in range(MEASURED_AFRESH):
+            pool.reset_prefix_cache()
+            scramble(pool)
+            filling.fill()
+            found = holds(work())
+            longest.append(max(found.processor))
+            whole.append(sum(found.processor))
+            clock, stretches = max(found.clock), len(found.clock)
+        held, limit = statistics.median(longest), HOLD_LIMITS_MS.get(size)
+        table.rows.append([f"{size:,}", name, held, clock, stretches, statistics.median(whole)])
+        if limit is not None:
+            why = "other processes evicted the caches in between" if held < 2 * limit else "one slice takes too long"
+            report.aim(f"{name} of {size:,} blocks holds the engine under {limit:.0f} ms", held, limit, "ms", why)
 
 
-def measure(blocks: int, pairs: int) -> Iterator[str]:
-    pool = BlockPool(blocks, True, 16)
-    yield from resets(pool, pairs)
-    for scope in ("uncached", "all_free"):
-        scramble(pool)
-        fill(pool, 0.5, seed=1)
-        yield slices(f"reorder {scope}", pools.reorder([pool], scope))
-        pools.drop_hashes(pool)
-    scramble(pool)
-    yield slices("contiguity", pools.contiguity([pool]))
-    yield f"contiguity of the first 4096: {timed(lambda: pools.head_contiguity([pool], 4096)):.2f} ms"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--blocks", default="100000,1000000")
-    parser.add_argument("--pairs", type=int, default=5)
-    arguments = parser.parse_args()
-    logging.disable(logging.CRITICAL)
-    for blocks in map(int, arguments.blocks.split(",")):
-        print(f"{blocks} blocks")
+def measure(quick: bool) -> Report:
+    logging.getLogger("vllm.v1.core.block_pool").disabled = True
+    report = Report("pauses")
+    reset_columns = ("blocks", "cached", "vLLM, ms", "ours, ms", "ours / vLLM", "vLLM / vLLM")
+    slice_columns = ("blocks", "work", "longest, ms of CPU", "longest on the clock", "stretches", "sum, ms of CPU")
+    report.tables += [Table("Reset", reset_columns), Table("In slices between steps", slice_columns)]
+    for size in SIZES[:-1] if quick else SIZES:
+        progress(f"{size:,} blocks")
+        pool = BlockPool(size, True, 16)
         gc.collect()
         gc.disable()
-        for line in measure(blocks, arguments.pairs):
-            print(f"  {line}", flush=True)
-        gc.enable()
+        try:
+            resets(pool, 3 if quick else 9, report.tables[0], report)
+            sliced(pool, report.tables[1], report)
+        finally:
+            gc.enable()
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(measure))
