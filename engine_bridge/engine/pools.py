@@ -32,7 +32,7 @@ MAP_WALK_RATIO = 16
 """The lookup map is followed instead of walking all blocks while it holds fewer than 1/16 as many entries. Map order
 is random in memory, so from about an eighth on the plain walk wins (tests/bench/bench_pauses.py)."""
 
-_VERIFY_BLOCKS = 512
+_VERIFY_BLOCKS = 128
 
 
 def distinct_pools(scheduler: Scheduler) -> list[BlockPool]:
@@ -110,7 +110,7 @@ def _reset_hashes(pool: BlockPool, lookup: object) -> int:
         return _reset_each(pool.blocks)
     dropped = _reset_each(list(_mapped_blocks(entries)))
     stride = max(1, pool.num_gpu_blocks // _VERIFY_BLOCKS)
-    if any(block.block_hash is not None for block in pool.blocks[::stride]):
+    if any(block._block_hash is not None for block in pool.blocks[::stride]):
         dropped += _reset_each(pool.blocks)
     return dropped
 
