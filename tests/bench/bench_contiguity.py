@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class Session:
 
     def adjacent_share(self) -> float:
         """Neighbours in the last prompts' block tables that are neighbours in memory, 0 to 1."""
-        pairs = [(a, b) for table in self.prompts for a, b in zip(table, table[1:], strict=False)]
+        pairs = [(a, b) for table in self.prompts for a, b in pairwise(table)]
         return sum(abs(a - b) == 1 for a, b in pairs) / len(pairs)
 
     def free_share(self) -> float:

@@ -8,6 +8,7 @@ say how much of a difference the machine makes out of nothing: a ratio within th
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -57,10 +58,15 @@ class Turns:
         return statistics.median(self.baseline)
 
 
-def take_turns(baseline: Callable[[], float], others: Mapping[str, Callable[[], float]], rounds: int) -> Turns:
-    """Each callable measures once and says how much."""
+def take_turns(
+    baseline: Callable[[], float], others: Mapping[str, Callable[[], float]], rounds: int, bound_s: float = 3600
+) -> Turns:
+    """Each callable measures once and says how much. After `bound_s` the round under way is the last."""
     found = Turns([], {name: [] for name in others})
+    until = time.monotonic() + bound_s
     for _ in range(rounds):
+        if found.baseline and time.monotonic() > until:
+            break
         found.baseline.append(baseline())
         for name, measure in others.items():
             found.others[name].append(measure())

@@ -1,4 +1,4 @@
-"""A line plot as SVG text, readable on light and dark pages. Enough for docs/; a plotting package is not needed for it."""
+"""A line plot as SVG text, readable on light and dark pages: enough for docs/, without a plotting package."""
 
 from __future__ import annotations
 

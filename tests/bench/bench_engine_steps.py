@@ -1,0 +1,210 @@
+"""Whether the bridge costs the engine anything: steps a second without it, with it idle, and with it polled.
+
+vLLM's real engine core and scheduler with the tests' fake executor, so that a step is mostly scheduling and a cost
+would show. Three engine processes live side by side, two without the bridge and one with it, and take turns at the same
+work; an engine whose turn it is not is blocked on its queue. The two without the bridge, set against each other, are
+the noise between processes. Polling asks the engine socket for admission evidence, from a process of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.bench.figures import Report, Table, main, progress
+from tests.bench.pairs import take_turns
+from tests.engine.conftest import VllmEngineHarness, engine_config
+from tests.fake_engine.client import BridgeClient
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUESTS = 8
+PROMPT_TOKENS = 64
+STEP_MS = (0.0, 5.0)
+POLL_HZ = (10, 100)
+NOISE_FLOOR = 0.02
+ALSO_BARE = "no bridge, another process"
+
+
+@dataclass
+class Engine:
+    """One engine process and what its turns cost it."""
+
+    harness: VllmEngineHarness
+    pid: int
+    directory: Path
+
+    def processor_s(self) -> float:
+        """Time on a processor so far, all threads of the engine core's process."""
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+@contextmanager
+def engine(directory: Path, step_ms: float, bridge: bool) -> Iterator[Engine]:
+    from vllm.v1.engine.core_client import SyncMPClient
+    from vllm.v1.executor.abstract import Executor
+
+    with pytest.MonkeyPatch.context() as patch:
+        # A forked engine would inherit this process's plugins, also where it is to have none.
+        patch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+        patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+        patch.setenv("KVCTL_BRIDGE", "1" if bridge else "0")
+        patch.setenv("KVCTL_ENGINE_DIR", str(directory))
+        patch.setenv("KVCTL_FAKE_STEP_MS", str(step_ms))
+        patch.setenv("KVCTL_FAKE_BLOCKS", "4096")
+        config = engine_config(max_model_len=4096)
+        client = SyncMPClient(config, Executor.get_class(config), log_stats=True)
+    harness = VllmEngineHarness(client, directory)
+    try:
+        harness.start_pump()
+        if bridge:
+            harness.sockets()
+        elif list(directory.glob("*.sock")):
+            raise RuntimeError("an engine that was to have no bridge has one")
+        (process,) = client.resources.engine_manager.processes
+        yield Engine(harness, process.pid, directory)
+    finally:
+        harness.close()
+
+
+@dataclass
+class Pace:
+    steps_per_second: float
+    processor_us_per_step: float
+
+
+def pace(engine: Engine, steps: int) -> Pace:
+    """All requests run in one batch, so a step gives each a token."""
+    harness = engine.harness
+    prompts = [[8 + (7 * lane + index) % 400 for index in range(PROMPT_TOKENS)] for lane in range(REQUESTS)]
+    names = [harness.add(prompt, steps) for prompt in prompts]
+    harness.wait(lambda: all(harness.tokens[name] for name in names), "the first tokens")
+    before, spent, began = sum(harness.counts()[name] for name in names), engine.processor_s(), time.perf_counter()
+    harness.wait_finished(*names)
+    elapsed, spent = time.perf_counter() - began, engine.processor_s() - spent
+    given = sum(len(harness.tokens[name]) for name in names) - before
+    harness.tokens.clear()
+    harness.finished.clear()
+    done = given / REQUESTS
+    return Pace(done / elapsed, spent / done * 1e6)
+
+
+class Poller:
+    """Asks the engine socket at a rate while told to."""
+
+    def __init__(self, directory: Path) -> None:
+        words = [sys.executable, "-m", "tests.bench.bench_engine_steps", "--as-poller", str(directory)]
+        self._process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @contextmanager
+    def polling(self, rate: int) -> Iterator[None]:
+        self._tell(str(rate))
+        try:
+            yield
+        finally:
+            self._tell("0")
+
+    def _tell(self, rate: str) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(rate + "\n")
+        self._process.stdin.flush()
+        if not self._process.stdout.readline():
+            raise RuntimeError("the poller ended")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+
+
+def as_poller(directory: Path) -> int:
+    """The polling process: a rate a line on stdin, 0 to rest."""
+    import select
+
+    (path,) = directory.glob("engine-*.sock")
+    rate = 0.0
+    with BridgeClient(path) as client:
+        due = time.monotonic()
+        while True:
+            wait = max(0.0, due - time.monotonic()) if rate else None
+            if select.select([0], [], [], wait)[0]:
+                line = os.read(0, 64).decode()
+                if not line:
+                    return 0
+                rate, due = float(line), time.monotonic()
+                os.write(1, b"ok\n")
+                continue
+            client.admission()
+            due += 1 / rate
+
+
+def measure_at(step_ms: float, rounds: int, seconds: float, report: Report) -> None:
+    with ExitStack() as stack:
+        engines = {}
+        for name in ("bare", "bare too", "bridge"):
+            progress(f"steps of {step_ms:g} ms: booting the engine '{name}'")
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvctl-bench-")))
+            engines[name] = stack.enter_context(engine(directory, step_ms, bridge=name == "bridge"))
+        poller = Poller(engines["bridge"].directory)
+        stack.callback(poller.close)
+        # The first work warms an engine up, and says how many steps fill a turn.
+        paces = [pace(each, 100) for each in engines.values()]
+        steps = max(50, min(4000 - PROMPT_TOKENS, int(seconds * paces[0].steps_per_second)))
+        costs: dict[str, list[float]] = {}
+
+        def turn(name: str, engine: Engine, rate: int = 0) -> float:
+            with poller.polling(rate) if rate else nullcontext():
+                found = pace(engine, steps)
+            costs.setdefault(name, []).append(found.processor_us_per_step)
+            return found.steps_per_second
+
+        others: dict[str, Callable[[], float]] = {
+            ALSO_BARE: lambda: turn(ALSO_BARE, engines["bare too"]),
+            "bridge idle": lambda: turn("bridge idle", engines["bridge"]),
+        }
+        for rate in POLL_HZ:
+            name = f"bridge polled at {rate} Hz"
+            others[name] = lambda name=name, rate=rate: turn(name, engines["bridge"], rate)
+        progress(f"steps of {step_ms:g} ms: {rounds} rounds of {steps} steps")
+        turns = take_turns(lambda: turn("no bridge", engines["bare"]), others, rounds)
+    table = Table(
+        f"{REQUESTS} requests running, a model step of {step_ms:g} ms",
+        ("engine", "steps/s (median)", "of no bridge (quartiles)", "engine's processor time, µs a step (median)"),
+    )
+    processor = {name: statistics.median(values) for name, values in costs.items()}
+    row = ["no bridge", turns.median_baseline, f"noise {turns.noise().text}", processor["no bridge"]]
+    table.rows.append(row)
+    table.rows += [[name, turns.median(name), turns.ratio(name).text, processor[name]] for name in others]
+    report.tables.append(table)
+    floor = min(turns.ratio(ALSO_BARE).low, turns.noise().low, 1 - NOISE_FLOOR)
+    for name in list(others)[1:]:
+        more = processor[name] - processor["no bridge"]
+        why = f"the noise of this run explains no less than {floor:.2f}; the engine spent {more:+.1f} µs more a step"
+        text = f"{name}, steps of {step_ms:g} ms: within noise of no bridge"
+        report.aim(text, turns.ratio(name).median, floor, "of its steps/s", why, least=True)
+
+
+def measure(quick: bool) -> Report:
+    logging.disable(logging.CRITICAL)
+    report = Report("engine_steps")
+    for step_ms in STEP_MS[:1] if quick else STEP_MS:
+        measure_at(step_ms, 3 if quick else 12, 0.5 if quick else 1.0, report)
+    return report
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--as-poller"]:
+        sys.exit(as_poller(Path(sys.argv[2])))
+    sys.exit(main(measure))
