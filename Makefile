@@ -42,8 +42,8 @@ engine-tests: all ## Only the tests on real vLLM
 	$(LEFT_OUT)
 	$(PYTEST) -m "$(ENGINE)" -q $(ARGS)
 
-bench: dev ## The fan-out over 8 to 1,000 fake replicas, e.g. make bench ARGS='--sizes 128 --router'
-	$(BIN)/python -m tests.bench.bench_fanout $(ARGS)
+bench: all ## Every figure of docs/benchmarks.md, into build/bench, e.g. make bench ARGS='--only latency --write-docs'
+	$(BIN)/python -m tests.bench $(ARGS)
 
 check: lint types imports api breaking generated ## Everything that is checked without running: style, types, imports, API
 

@@ -1,7 +1,7 @@
 """All benchmarks, one after the other: `python -m tests.bench [--only NAME] [--quick] [--write-docs]`.
 
-Each runs in a process of its own, prints its tables and leaves its figures in build/bench/NAME.json. `--write-docs` puts
-figures into docs/benchmarks.md, between the markers; with `--no-run` those of earlier runs.
+Each runs in a process of its own, prints its tables and leaves its figures in build/bench/NAME.json. `--write-docs`
+puts figures into docs/benchmarks.md, between the markers; with `--no-run` those of earlier runs.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ One real replica (vLLM's API server on the CPU, its development routes on) with 
 keep their connection and take turns, one call each; load is eight clients streaming, from a process of their own.
 
 vLLM's routes go through the API server's event loop, which also serves the tokens; kvctl's go through the sidecar to
-the engine thread itself. Under load both wait for the end of the engine's step, which is most of what is seen then. `AdmissionStatus` asks the engine anew for each call; "check" is a reset that is only checked
-(validate_only), which asks the engine too; "keep" really forgets the cache.
+the engine thread itself. Under load both wait for the end of the engine's step, which is most of what is seen then.
+`AdmissionStatus` asks the engine anew for each call; "check" is a reset that is only checked (validate_only), which
+asks the engine too; "keep" really forgets the cache.
 """
 
 from __future__ import annotations
