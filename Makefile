@@ -21,7 +21,7 @@ WITHOUT_ENGINE = --ignore tests/engine --ignore tests/e2e
 LEFT_OUT = $(if $(CI),,$(if $(MISSING),@echo "left out for want of $(MISSING): tests of the alert rules (apt-get install prometheus prometheus-alertmanager)"))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench check unit engine-tests lint format types imports api breaking generate generated run dev all clean
+.PHONY: help demo test soak bench check unit engine-tests lint format types imports api breaking generate generated run dev all clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

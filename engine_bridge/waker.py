@@ -12,6 +12,10 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
+
+LONGEST_POLL_S: Final = 3600.0
+"""A poll of more milliseconds than fit an int raises, and would end the thread; a later instant is polled for again."""
 
 
 class Waker:
@@ -58,7 +62,8 @@ class Waker:
         while not self._closed:
             wake_at = self._wake_at_ns
             # Rounded up, so that the timer has passed when the poll ends.
-            timeout = max(0.0, (wake_at - time.monotonic_ns()) / 1e9 + 0.0005) if wake_at else None
+            left = (wake_at - time.monotonic_ns()) / 1e9 + 0.0005
+            timeout = min(max(0.0, left), LONGEST_POLL_S) if wake_at else None
             events = self._epoll.poll(timeout)
             if self._closed:
                 return

@@ -13,6 +13,7 @@ from engine_bridge import protocol
 from engine_bridge.engine import evidence, guards, pools, relief, tiers, versions
 from engine_bridge.engine import scheduler as requests
 from engine_bridge.engine.connector import connector_tier
+from engine_bridge.operations.pause import LONGEST_WEIGHT_VERSION
 from engine_bridge.port import Work
 
 if TYPE_CHECKING:
@@ -239,8 +240,8 @@ class VllmEngine:
         self._engine.set_weight_version(version)
 
     def weight_version(self) -> str:
-        """See port.EnginePort. vLLM's name for none is "default"."""
-        version = str(self._engine.get_weight_version())
+        """See port.EnginePort. vLLM's name for none is "default"; the length of one set by others has no limit."""
+        version = str(self._engine.get_weight_version())[:LONGEST_WEIGHT_VERSION]
         return "" if version == "default" else version
 
 

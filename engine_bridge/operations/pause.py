@@ -8,7 +8,7 @@ resets every tier and resumes. Before that the weights may be half written, so t
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Final, Literal
 
 from engine_bridge import protocol
 from engine_bridge.operations import Context, Lease, Memory, Verdict
@@ -18,6 +18,11 @@ from engine_bridge.port import EnginePort, Work
 logger = logging.getLogger("kvctl.bridge")
 
 _WRONG = "WRONG_SCHEDULING_STATE"
+
+LONGEST_LEASE_NS: Final = 2**62
+"""More makes sums that no frame can carry; the sidecar allows far less."""
+LONGEST_WEIGHT_VERSION: Final = 256
+"""Characters. It comes back with every answer, which must still fit a frame."""
 
 
 def scheduling_state(port: EnginePort, memory: Memory) -> Literal["running", "paused", "abandoned_update"]:
@@ -40,8 +45,8 @@ def pause(port: EnginePort, request: protocol.Pause, context: Context) -> Work[V
     lacking = port.capabilities().get("pause", "unknown")
     if lacking:
         return Verdict("unsupported", reason="ENGINE_LACKS_CAPABILITY", message=f"pause: {lacking}")
-    if request.lease_ns <= 0:
-        return Verdict("invalid", reason="INVALID_FIELD", message="lease_ns must be positive")
+    if not 0 < request.lease_ns <= LONGEST_LEASE_NS:
+        return Verdict("invalid", reason="INVALID_FIELD", message="lease_ns must be positive and at most 2**62")
     if port.sleeping():
         return Verdict("refused", reason="ENGINE_SLEEPING", message="the engine sleeps; wake it first")
     if memory.lease is not None:
@@ -76,6 +81,8 @@ def pause(port: EnginePort, request: protocol.Pause, context: Context) -> Work[V
 
 def renew(port: EnginePort, request: protocol.Renew, memory: Memory, now_ns: int) -> Verdict:
     """Extend the lease; a length of 0 or less ends it at the next step boundary."""
+    if request.lease_ns > LONGEST_LEASE_NS:
+        return Verdict("invalid", reason="INVALID_FIELD", message="lease_ns must be at most 2**62")
     forget_what_others_ended(port, memory)
     lease = memory.lease
     if lease is None or lease.request_id != request.pause_request_id:
@@ -96,6 +103,9 @@ def resume(port: EnginePort, request: protocol.Resume, context: Context) -> Work
     yield from ()
     memory = context.memory
     wanted = request.pause_request_id
+    if len(request.weight_version) > LONGEST_WEIGHT_VERSION:
+        message = f"weight_version has {len(request.weight_version)} characters, at most {LONGEST_WEIGHT_VERSION} fit"
+        return Verdict("invalid", reason="INVALID_FIELD", message=message)
     forget_what_others_ended(port, memory)
     if port.sleeping():
         return Verdict("refused", reason="ENGINE_SLEEPING", message="the engine sleeps; wake it first")
