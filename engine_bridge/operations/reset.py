@@ -60,10 +60,11 @@ def reset(port: EnginePort, request: protocol.Reset, context: Context) -> Work[V
     finally:
         if holding:
             port.release()
-    published, event_tiers = port.publish_cleared()
     connector = _tier(request.connector, port.reset_connector, "connector")
     multimodal = _tier(request.mm, port.reset_multimodal, "multimodal")
     encoder = _tier(request.encoder, port.reset_encoder, "encoder")
+    # After the connector: what its own tier has to say must not stay behind until the next step.
+    published, event_tiers = port.publish_cleared()
     reordered = (yield from _reorder(port, holders, context)) if request.reorder else None
     prefix = protocol.Tier("done", message="" if dropped else "0 blocks were cached")
     if not caching:
@@ -102,7 +103,6 @@ def reset_for_lease(port: EnginePort) -> list[str]:
     elif port.running_requests():
         trouble.append("blocks that kept requests fill can enter the cache: " + port.capabilities()["reset.quarantine"])
     port.drop_prefix_cache()
-    port.publish_cleared()
     for name, clear in (
         ("connector", port.reset_connector),
         ("multimodal", port.reset_multimodal),
@@ -111,6 +111,7 @@ def reset_for_lease(port: EnginePort) -> list[str]:
         tier = _tier(True, clear, name)
         if tier.state not in ("done", "not_configured"):
             trouble.append(f"{name} tier {tier.state}: {tier.message}")
+    port.publish_cleared()
     return trouble
 
 

@@ -458,3 +458,14 @@ def test_an_empty_name_resumes_whatever_paused_the_engine(world: World) -> None:
 def test_texts_are_capped(world: World) -> None:
     world.engine.raise_in["holders"] = "x" * 100_000
     assert len(world.reset().message) <= module.MAX_TEXT
+
+
+def test_events_are_published_after_every_tier_so_that_none_of_theirs_stays_behind(monkeypatch: Any) -> None:
+    world = World()
+    world.engine.connector, world.engine.events_configured = "true", True
+    order: list[str] = []
+    for name in ("drop_prefix_cache", "reset_connector", "reset_encoder", "publish_cleared"):
+        original = getattr(world.engine, name)
+        monkeypatch.setattr(world.engine, name, lambda o=original, n=name: (order.append(n), o())[1])
+    world.reset("keep", connector=True, encoder=True)
+    assert order == ["drop_prefix_cache", "reset_connector", "reset_encoder", "publish_cleared"]
