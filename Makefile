@@ -21,7 +21,7 @@ WITHOUT_ENGINE = --ignore tests/engine --ignore tests/e2e
 LEFT_OUT = $(if $(CI),,$(if $(MISSING),@echo "left out for want of $(MISSING): tests of the alert rules (apt-get install prometheus prometheus-alertmanager)"))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak bench check unit engine-tests lint format types imports api breaking generate generated run dev all clean
+.PHONY: help demo test soak bench compat check unit engine-tests lint format types imports api breaking generate generated run dev all clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ engine-tests: all ## Only the tests on real vLLM
 
 bench: all ## Every figure of docs/benchmarks.md, into build/bench, e.g. make bench ARGS='--only latency --write-docs'
 	$(BIN)/python -m tests.bench $(ARGS)
+
+compat: all ## The bridge's engine tests on vLLM 0.29 to 0.33, and the table that README carries
+	$(BIN)/python -m tests.compat.run $(ARGS)
 
 check: lint types imports api breaking generated ## Everything that is checked without running: style, types, imports, API
 
