@@ -200,7 +200,7 @@ def measure(quick: bool) -> Report:
     logging.disable(logging.CRITICAL)
     report = Report("engine_steps")
     for step_ms in STEP_MS[:1] if quick else STEP_MS:
-        measure_at(step_ms, 3 if quick else 12, 0.5 if quick else 1.0, report)
+        measure_at(step_ms, 3 if quick else 9, 0.5 if quick else 1.0, report)
     return report
 
 
