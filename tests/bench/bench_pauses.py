@@ -79,8 +79,8 @@ def resets(pool: BlockPool, rounds: int, table: Table, report: Report) -> None:
         table.rows.append([*row, ratio.text, noise.text])
         if share == FILLS[0]:
             why = (
-                f"what does not shrink with the fill took {turns.median('ours'):.2f} ms: emptying the old map, a sample "
-                "of blocks, and memory that other processes evicted from the caches"
+                f"what does not shrink with the fill took {turns.median('ours'):.2f} ms: emptying the old map, a "
+                "sample of blocks, and memory that other processes evicted from the caches"
             )
             report.aim(f"reset of {size:,} blocks, {share:.0%} cached, 10 times as fast", 1 / ratio.median, 10, "times",
                        why, least=True)  # fmt: skip
