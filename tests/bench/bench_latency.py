@@ -40,6 +40,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LANES = 8
 STREAM_TOKENS = 400
 PATIENCE_S = 60.0
+KEPT_S = 3.0
+"""vLLM's server closes a connection that was not used for 5 s, which would fail the next call on it."""
 BASELINE = "vLLM GET /is_sleeping"
 
 
@@ -94,6 +96,7 @@ class Callers:
         self.pauses_us: list[int] = []
         host, port = target.api.rsplit(":", 1)
         self._http = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
+        self._http_used = 0.0
         self._channel = grpc.insecure_channel(target.sidecar, options=[("grpc.enable_http_proxy", 0)])
         self._stub = replica_pb2_grpc.CacheAdminStub(self._channel)
 
@@ -109,11 +112,15 @@ class Callers:
         }
 
     def http(self, method: str, path: str) -> float:
+        if time.monotonic() - self._http_used > KEPT_S:
+            self._http.close()
+            self._http.connect()
         began = time.perf_counter()
         self._http.request(method, path, headers={"Content-Length": "0"} if method == "POST" else {})
         answer = self._http.getresponse()
         answer.read()
         took = (time.perf_counter() - began) * 1000
+        self._http_used = time.monotonic()
         self.answers[f"{path} {answer.status}"] += 1
         return took
 
