@@ -5,7 +5,7 @@
     2  the command was wrong; nothing was called
     3  some replicas did, or the set of replicas may be incomplete
     4  no replica could be reached, or every one denied the call
-    5  the deadline passed, or what happened is unknown
+    5  the deadline passed, or what happened is unknown or could not be shown
 
 When nothing succeeded the code says what the caller has to do about it: 5 (look before trying again) goes before 1
 (what was asked was refused), and 4 is kept for when every replica was out of reach. A duplicate address stands for a
@@ -66,6 +66,12 @@ def of_reads(codes: Iterable[str], *, incomplete: bool) -> Exit:
     if any(code in DEADLINE_CODES for code in found):
         return Exit.UNKNOWN
     return of_code(found[0]) if found else Exit.UNREACHABLE
+
+
+def of_admission(fleet: fleet_pb2.FleetAdmissionResponse) -> Exit:
+    """The exit code for admission: as of any read, and 1 when every replica answered and an engine stalls."""
+    code = of_reads((row.code for row in fleet.replicas), incomplete=fleet.incomplete)
+    return Exit.FAILED if fleet.stalled and code == Exit.SUCCEEDED else code
 
 
 def of_code(code: str) -> Exit:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import click
+
+UNWRITTEN: Final = 5
+"""Exit code when the result could not be written: whatever was asked may have been done."""
 
 
 class Refusal(click.ClickException):
@@ -16,3 +21,18 @@ class Refusal(click.ClickException):
     def show(self, file: object = None) -> None:
         """One line on stderr."""
         click.echo(f"kvctl: {' '.join(self.message.split())}", err=True)
+
+
+class Unwritten(Refusal):
+    """Stdout cannot be written, so nobody has seen the result."""
+
+    def __init__(self, message: str, why: str) -> None:
+        """`why`: the system's words, such as "No space left on device"."""
+        super().__init__(message, UNWRITTEN)
+        self.why = why
+
+
+def unwritten(error: OSError) -> Unwritten:
+    """What to tell when stdout gave this error."""
+    why = error.strerror or str(error)
+    return Unwritten(f"the output could not be written: {why}", why)

@@ -20,7 +20,7 @@ from kvctl.v1 import fleet_pb2, types_pb2
 from rich.console import Group, RenderableType
 from rich.live import Live
 
-from sidecar.cli import output, reaching
+from sidecar.cli import exitcodes, output, reaching
 from sidecar.cli.printers import admission, style
 from sidecar.cli.printers.admission import known, length, tone, verdict_name
 from sidecar.cli.settings import Settings
@@ -50,7 +50,7 @@ async def _lines(reach: Reach, targets: fleet_pb2.Targets, interval_s: float, *,
         fleet = await reach.admission(targets, READ_TIMEOUT_S)
         output.show(lambda console, fleet=fleet: console.print(screen(fleet, _clock(), "")))  # type: ignore[misc]
         if once:
-            return 0
+            return exitcodes.of_admission(fleet)
         await asyncio.sleep(interval_s)
 
 

@@ -5,13 +5,19 @@ Only click is imported here, so that `kvctl --help` and completion answer at onc
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
-import click
+try:
+    import click
 
-from sidecar.cli.failures import Refusal
-from sidecar.cli.lazy import Entry, LazyGroup
+    from sidecar.cli.failures import UNWRITTEN, Refusal, unwritten
+    from sidecar.cli.lazy import Entry, LazyGroup
+except KeyboardInterrupt:
+    # Ctrl-C while Python still reads modules: there is no click yet to say it.
+    os.write(2, b"kvctl: interrupted\n")
+    os._exit(130)
 
 _AT = "sidecar.cli.commands"
 
@@ -40,7 +46,7 @@ Start with `kvctl local up` for a fleet on this machine, or name replicas with -
 
 \b
 Exit codes: 0 all succeeded, 1 all failed, 2 usage, 3 some succeeded,
-4 unreachable or denied, 5 deadline passed or outcome unknown.
+4 unreachable or denied, 5 deadline passed, outcome unknown or not shown.
 """
 
 cli = LazyGroup(
@@ -72,6 +78,9 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run kvctl; returns the exit code. Nothing escapes as a traceback unless KVCTL_DEBUG is set."""
+    # gRPC's C++ part writes its own lines to stderr, between ours.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    _replace_missing_streams()
     _tolerate_any_text()
     try:
         code = cli.main(args=arguments, prog_name="kvctl", standalone_mode=False)
@@ -98,6 +107,10 @@ def run(arguments: list[str]) -> int:
         _discard_stdout()
         return 0
     except Exception as error:
+        if isinstance(error, OSError) and _came_from_stdout(error):
+            unwritten(error).show()
+            _discard_stdout()
+            return UNWRITTEN
         if os.environ.get("KVCTL_DEBUG"):
             raise
         text = " ".join(str(error).split()) or "no text"
@@ -110,6 +123,22 @@ def run(arguments: list[str]) -> int:
 def _complain(error: click.UsageError) -> None:
     where = f" (see `{error.ctx.command_path} --help`)" if error.ctx else ""
     click.echo(f"kvctl: {' '.join(error.format_message().split())}{where}", err=True)
+
+
+def _replace_missing_streams() -> None:
+    """`kvctl ... >&-` leaves Python without stdout. What would go there goes nowhere; the exit code still counts."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+_WRITE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF})
+
+
+def _came_from_stdout(error: OSError) -> bool:
+    """Whether stdout is what failed, in click's own printing: a stream's error has no file name, any other has one."""
+    return error.filename is None and error.errno in _WRITE_ERRORS
 
 
 def _tolerate_any_text() -> None:

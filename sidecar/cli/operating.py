@@ -15,11 +15,13 @@ from kvctl.v1 import fleet_pb2
 
 from sidecar.cli import exitcodes, output, reaching
 from sidecar.cli.exitcodes import Exit
+from sidecar.cli.failures import Refusal, Unwritten
 from sidecar.cli.printers import encoding
 from sidecar.cli.printers.operation import print_table, print_wide
+from sidecar.cli.printers.operations import state_name
 from sidecar.cli.progress import Progress
 from sidecar.cli.settings import Settings
-from sidecar.client.reach import Reach, checked_id
+from sidecar.client.reach import Reach, given_id, new_id
 from sidecar.client.remote import CoordinatorReach, Detached
 
 INTERRUPTED: Final = 130
@@ -32,11 +34,12 @@ def operate(settings: Settings, spec: fleet_pb2.OperationSpec, options: Mapping[
     _fill_rollout(spec, options)
     spec.timeout.FromTimedelta(timedelta(seconds=float(str(options["timeout"]))))
     spec.wait, spec.validate_only = bool(options.get("wait")), bool(options.get("dry_run"))
-    given = str(options.get("request_id") or "")
+    given = options.get("request_id")
+    with reaching.told_plainly():
+        operation_id = new_id() if given is None else given_id(str(given))
     form = str(options["output"])
 
     async def work(reach: Reach) -> int:
-        operation_id = checked_id(given)
         with Progress(sys.stderr) as progress, interruptible(reach) as interrupts:
             try:
                 operation = await reach.run(spec, operation_id, progress.changed)
@@ -46,10 +49,24 @@ def operate(settings: Settings, spec: fleet_pb2.OperationSpec, options: Mapping[
                 return INTERRUPTED
         if interrupts and operation.state != fleet_pb2.OPERATION_STATE_SUCCEEDED:
             output.note("interrupted: nothing more was started; this is what is known")
-        show_operation(operation, form)
-        return exitcodes.of_operation(operation)
+        return conclude(operation, form)
 
     return reaching.run(settings, work)
+
+
+def conclude(operation: fleet_pb2.FleetOperation, form: str) -> int:
+    """Print an operation; its exit code. When it cannot be printed, stderr says that it ran, and 0 becomes 5."""
+    code = exitcodes.of_operation(operation)
+    try:
+        show_operation(operation, form)
+    except Unwritten as error:
+        counts = operation.counts
+        text = (
+            f"the operation ended ({state_name(operation.state)}, {counts.succeeded} of {counts.total} succeeded, "
+            f"operation {operation.operation_id}) but its result could not be written: {error.why}"
+        )
+        raise Refusal(text, code or error.code) from error
+    return code
 
 
 def show_operation(operation: fleet_pb2.FleetOperation, form: str) -> None:

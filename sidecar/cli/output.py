@@ -1,5 +1,6 @@
 """Where text goes: data to stdout, everything else to stderr.
 
+Output that cannot be written (a full disk) is Unwritten: its exit code never claims that nothing happened.
 A reader that goes away (`kvctl ... | head`) is no error: the rest is thrown away and the exit code stays that of the
 operation.
 """
@@ -8,28 +9,29 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from google.protobuf.message import Message
 from rich.console import Console
 
+from sidecar.cli.failures import unwritten
 from sidecar.cli.printers import encoding, style
 
 
 def write(text: str) -> None:
     """Text to stdout as it is."""
-    try:
+    with _failing_plainly():
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
-        _let_go()
 
 
 def show(print_to: Callable[[Console], None], *, wide: bool = False) -> None:
     """A table to stdout."""
     console = style.console(sys.stdout, wide=wide)
-    with console.capture() as capture:
+    # Also when it captures, rich writes to the stream at the end (nothing, which a full disk refuses too).
+    with _failing_plainly(), console.capture() as capture:
         print_to(console)
     write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
@@ -40,8 +42,9 @@ def encoded(message: Message, output: str) -> None:
 
 
 def note(text: str) -> None:
-    """One line to stderr."""
-    print(style.clean(text), file=sys.stderr, flush=True)
+    """One line to stderr. When stderr cannot be written there is nowhere to say so, and the work goes on."""
+    with suppress(OSError):
+        print(style.clean(text), file=sys.stderr, flush=True)
 
 
 WARNINGS_SHOWN: Final = 10
@@ -53,6 +56,17 @@ def warn(texts: Sequence[str]) -> None:
         note(f"warning: {text}")
     if len(texts) > WARNINGS_SHOWN:
         note(f"{len(texts) - WARNINGS_SHOWN} more warnings; -o json has them all")
+
+
+@contextmanager
+def _failing_plainly() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        _let_go()
+    except OSError as error:
+        _let_go()
+        raise unwritten(error) from error
 
 
 def _let_go() -> None:

@@ -9,7 +9,6 @@ from datetime import datetime
 from kvctl.v1 import fleet_pb2
 
 from sidecar.cli import exitcodes, output, reaching
-from sidecar.cli.exitcodes import Exit
 from sidecar.cli.printers import admission, encoding
 from sidecar.cli.settings import Settings
 from sidecar.client.reach import Reach
@@ -31,8 +30,7 @@ def once(settings: Settings, targets: fleet_pb2.Targets, timeout_s: float, form:
         output.write(encoding.names([row.replica for row in fleet.replicas if row.code == "OK"]))
     else:
         output.encoded(fleet, form)
-    code = exitcodes.of_reads((row.code for row in fleet.replicas), incomplete=fleet.incomplete)
-    return Exit.FAILED if fleet.stalled and code == Exit.SUCCEEDED else code
+    return exitcodes.of_admission(fleet)
 
 
 def watch(settings: Settings, targets: fleet_pb2.Targets, interval_s: float, form: str) -> int:

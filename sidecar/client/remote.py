@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from kvctl.v1 import fleet_pb2, fleet_pb2_grpc
 
-from sidecar.client.reach import OnProgress, checked_id
+from sidecar.client.reach import OnProgress, checked_id, given_id
 from sidecar.coordinator import outcomes
 from sidecar.coordinator.outcomes import Failure
 from sidecar.rpc import addresses, channels
@@ -96,7 +96,7 @@ class CoordinatorReach:
         seen = 0
         tries = 0
         while True:
-            request = fleet_pb2.WatchOperationRequest(operation_id=checked_id(operation_id), after_version=seen)
+            request = fleet_pb2.WatchOperationRequest(operation_id=given_id(operation_id), after_version=seen)
             try:
                 async for message in self._stub.WatchOperation(request, metadata=self._metadata()):
                     operation, tries = message.operation, 0
@@ -122,7 +122,7 @@ class CoordinatorReach:
 
     async def get(self, operation_id: str) -> fleet_pb2.FleetOperation:
         """One operation, whole."""
-        request = fleet_pb2.FleetAdminGetOperationRequest(operation_id=checked_id(operation_id))
+        request = fleet_pb2.FleetAdminGetOperationRequest(operation_id=given_id(operation_id))
         try:
             answer = await self._stub.GetOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
@@ -147,7 +147,7 @@ class CoordinatorReach:
 
     async def pause(self, operation_id: str) -> fleet_pb2.FleetOperation:
         """Hold a rollout before its next wave."""
-        request = fleet_pb2.PauseOperationRequest(operation_id=checked_id(operation_id))
+        request = fleet_pb2.PauseOperationRequest(operation_id=given_id(operation_id))
         try:
             answer = await self._stub.PauseOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
@@ -156,7 +156,7 @@ class CoordinatorReach:
 
     async def resume(self, operation_id: str) -> fleet_pb2.FleetOperation:
         """Let a held rollout go on."""
-        request = fleet_pb2.ResumeOperationRequest(operation_id=checked_id(operation_id))
+        request = fleet_pb2.ResumeOperationRequest(operation_id=given_id(operation_id))
         try:
             answer = await self._stub.ResumeOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
@@ -165,7 +165,7 @@ class CoordinatorReach:
 
     async def cancel(self, operation_id: str) -> fleet_pb2.FleetOperation:
         """Start no further target."""
-        request = fleet_pb2.FleetAdminCancelOperationRequest(operation_id=checked_id(operation_id))
+        request = fleet_pb2.FleetAdminCancelOperationRequest(operation_id=given_id(operation_id))
         try:
             answer = await self._stub.CancelOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:

@@ -57,8 +57,8 @@ def watch(settings: Settings, operation_id: str, output: str) -> None:
 
     from kvctl.v1 import fleet_pb2
 
-    from sidecar.cli import exitcodes, reaching
-    from sidecar.cli.operating import INTERRUPTED, exit_with, interruptible, show_operation, tell_detached
+    from sidecar.cli import reaching
+    from sidecar.cli.operating import INTERRUPTED, conclude, exit_with, interruptible, tell_detached
     from sidecar.cli.progress import Progress
     from sidecar.client.reach import Reach
     from sidecar.client.remote import Detached
@@ -76,8 +76,7 @@ def watch(settings: Settings, operation_id: str, output: str) -> None:
         tell_detached(operation_id, settings)
         exit_with(INTERRUPTED)
         return
-    show_operation(operation, output)
-    exit_with(exitcodes.of_operation(operation))
+    exit_with(conclude(operation, output))
 
 
 @ops.command()
@@ -110,8 +109,8 @@ def cancel(settings: Settings, operation_id: str, output: str) -> None:
 def _change(settings: Settings, operation_id: str, form: str, what: str) -> None:
     from kvctl.v1 import fleet_pb2
 
-    from sidecar.cli import exitcodes, reaching
-    from sidecar.cli.operating import exit_with, show_operation
+    from sidecar.cli import reaching
+    from sidecar.cli.operating import conclude, exit_with
     from sidecar.client.reach import Reach
 
     async def work(reach: Reach) -> fleet_pb2.FleetOperation:
@@ -125,6 +124,6 @@ def _change(settings: Settings, operation_id: str, form: str, what: str) -> None
         return await calls[what](operation_id)
 
     operation = reaching.run(settings, work)
-    show_operation(operation, form)
+    code = conclude(operation, form)
     if what == "get":
-        exit_with(exitcodes.of_operation(operation))
+        exit_with(code)

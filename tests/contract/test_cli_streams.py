@@ -1,0 +1,60 @@
+"""kvctl when its streams cannot be written, its ids are empty, or nobody is there."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from fake_sidecar_server import FakeSidecar
+from test_cli_commands import KVCTL, environment, fleet, kvctl
+
+
+def shell(tmp_path: Path, arguments: str, redirection: str) -> subprocess.CompletedProcess[str]:
+    line = f"{' '.join(KVCTL)} {arguments} {redirection}"
+    return subprocess.run(
+        ["/bin/sh", "-c", line], capture_output=True, text=True, timeout=60, env=environment(tmp_path), check=False
+    )
+
+
+def test_a_missing_stdout_is_as_good_as_dev_null(tmp_path: Path) -> None:
+    fake = FakeSidecar("r0")
+    with fleet(tmp_path, fake) as inventory:
+        done = shell(tmp_path, f"reset --mode preempt --inventory {inventory}", ">&-")
+    assert (done.returncode, done.stderr, len(fake.effects)) == (0, "", 1)
+
+
+@pytest.mark.parametrize("form", ["json", "table"])
+def test_a_result_that_cannot_be_written_names_the_operation_that_ran(tmp_path: Path, form: str) -> None:
+    fake = FakeSidecar("r0")
+    same = "11111111-2222-3333-4444-555555555555"
+    with fleet(tmp_path, fake) as inventory:
+        done = shell(tmp_path, f"reset --inventory {inventory} --request-id {same} -o {form}", ">/dev/full")
+    assert len(fake.effects) == 1
+    assert done.returncode == 5
+    assert done.stderr == (
+        f"kvctl: the operation ended (succeeded, 1 of 1 succeeded, operation {same}) "
+        "but its result could not be written: No space left on device\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["version", "--help", "--version", "replicas"])
+def test_output_to_a_full_disk_is_one_clear_line(tmp_path: Path, command: str) -> None:
+    with fleet(tmp_path, FakeSidecar("r0")) as inventory:
+        flags = f"--inventory {inventory}" if command == "replicas" else ""
+        done = shell(tmp_path, f"{command} {flags}", ">/dev/full")
+    assert done.stderr == "kvctl: the output could not be written: No space left on device\n"
+    assert done.returncode == 5
+
+
+def test_an_empty_request_id_is_refused(tmp_path: Path) -> None:
+    fake = FakeSidecar("r0")
+    with fleet(tmp_path, fake) as inventory:
+        done = kvctl(tmp_path, "reset", "--inventory", str(inventory), "--request-id", "")
+    assert done.returncode == 2
+    assert "request id '' is not a UUID" in done.stderr
+    assert not fake.effects
+
+
+def test_one_look_at_a_fleet_that_is_gone_exits_4(tmp_path: Path) -> None:
+    assert kvctl(tmp_path, "top", "--once", "--target", "127.0.0.1:1").returncode == 4
