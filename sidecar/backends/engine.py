@@ -122,7 +122,7 @@ class EngineBackend(Protocol):
         ...
 
     def page(self) -> page.Snapshot | None:
-        """The engine's page; None when this backend has none or it cannot be read."""
+        """The engine's page; None when this backend has none. page.PageError says why it cannot be read."""
         ...
 
     async def submit(self, mutation: protocol.Mutation, deadline_ns: int) -> Submitted:

@@ -11,7 +11,7 @@ from kvctl.v1 import types_pb2 as types
 
 from engine_bridge import protocol
 from engine_bridge.page import FLAG_WOKE_WITHOUT_RESET, Counters, Phase
-from sidecar.replica.history import SECOND, History, Verdict
+from sidecar.replica.history import SECOND, History, Process, Verdict
 from sidecar.replica.judgement import Judgement
 
 _RESET_MODES = {
@@ -59,11 +59,13 @@ def describe(
         preemptions=-1,
     )
     last = history.latest
-    page = history.counters
-    if last is None or page is None or judgement.verdict in _GONE:
+    if last is None or judgement.verdict in _GONE:
         return admission
-    _from_page(admission, page, now_ns)
-    admission.from_page = last.unanswered_since_ns > 0
+    # Counts seen before the page was damaged are not the present; a page torn by a stopped writer still is.
+    page = history.counters if last.process is Process.STOPPED else last.counters
+    if page is not None:
+        _from_page(admission, page, now_ns)
+        admission.from_page = last.unanswered_since_ns > 0
     evidence = history.latest_evidence
     if history.contiguity is not None:
         admission.contiguity.CopyFrom(contiguity(history.contiguity))
@@ -115,10 +117,12 @@ def phase_name(phase: int) -> str:
     return Phase(phase).name.lower() if Phase.STARTING <= phase <= Phase.STOPPED else ""
 
 
-def _from_evidence(admission: types.EngineAdmission, evidence: protocol.Evidence, page: Counters, now_ns: int) -> None:
+def _from_evidence(
+    admission: types.EngineAdmission, evidence: protocol.Evidence, page: Counters | None, now_ns: int
+) -> None:
     admission.weight_version = evidence.weight_version
     elapsed = max(now_ns - evidence.monotonic_ns, 0)
-    if page.last_step_ns > evidence.monotonic_ns and elapsed > SECOND:
+    if page is not None and page.last_step_ns > evidence.monotonic_ns and elapsed > SECOND:
         # The queue may have moved since; the page's counts are newer.
         return
     admission.requests.CopyFrom(
@@ -162,7 +166,7 @@ def _from_evidence(admission: types.EngineAdmission, evidence: protocol.Evidence
         )
         for holder in evidence.holders[:16]
     )
-    if evidence.woke_without_reset and not page.flags & FLAG_WOKE_WITHOUT_RESET:
+    if evidence.woke_without_reset and not (page is not None and page.flags & FLAG_WOKE_WITHOUT_RESET):
         admission.warnings.append("the engine woke up with an empty KV cache and kept the hashes of the lost one")
     if evidence.truncated:
         admission.warnings.append("the waiting queue is longer than the engine looks through; counts cover its front")

@@ -6,6 +6,8 @@ the evidence supports it.
 
 from __future__ import annotations
 
+from typing import Final
+
 from engine_bridge.page import Counters
 from engine_bridge.protocol import Evidence, HeadOfQueue
 from sidecar.replica.history import SECOND, Bucket, Sample
@@ -43,7 +45,26 @@ def nothing_seen() -> str:
 
 def no_reading(last: Sample) -> str:
     """Alive or not, it cannot be read."""
-    return last.note or "the engine's page cannot be read and it has not answered"
+    if last.note or not last.page_problem:
+        return last.note or "the engine's page cannot be read and it has not answered"
+    if last.unanswered_since_ns:
+        silence = f"it has not answered on its socket for {age(last.at_ns - last.unanswered_since_ns)}"
+        return f"the engine's page cannot be read ({last.page_problem}), and {silence}"
+    return f"the engine's page cannot be read ({last.page_problem})"
+
+
+def page_damaged(last: Sample) -> str:
+    """Warning: the socket is all there is."""
+    why = f" ({last.page_problem})" if last.page_problem else ""
+    return f"the engine's page cannot be read{why}; the engine answers on its socket"
+
+
+def progress_unseen(evidence: Evidence, last: Sample) -> str:
+    """Requests, and no page to see them move."""
+    return (
+        f"{page_damaged(last)}: {count(evidence.running, 'request')} running, {evidence.waiting} waiting, and only the "
+        "page tells whether tokens are scheduled; restart the engine when it suits, its page is made anew"
+    )
 
 
 def dead(page: Counters | None, last: Sample) -> str:
@@ -118,16 +139,28 @@ def sleeping(waiting: int) -> str:
     return f"the executor sleeps and its KV cache is gone{queue}; wake it with vLLM's POST /wake_up"
 
 
+_ABANDONED: Final = (
+    "a weight update was abandoned: its lease ran out, the caches were reset and the scheduler stays paused "
+    "because the weights may be half written; write them whole, then `kvctl scheduling resume`"
+)
+
+
 def paused(page: Counters, *, abandoned: bool, still_ns: int) -> str:
     """By kvctl, by vLLM, or for good."""
     if abandoned:
-        return (
-            "a weight update was abandoned: its lease ran out, the caches were reset and the scheduler stays paused "
-            "because the weights may be half written; write them whole, then `kvctl scheduling resume`"
-        )
+        return _ABANDONED
     queue = f", {_requests(page.waiting, 'waiting')}" if page.waiting > 0 else ""
     kind = "for new requests, running ones finish" if page.paused == 1 else "for all requests"
     return f"the scheduler is paused {kind}{queue}, last token {age(still_ns)} ago; `kvctl scheduling resume` ends it"
+
+
+def paused_as_told(evidence: Evidence) -> str:
+    """The same by the engine's answer, without a page to tell since when."""
+    if evidence.scheduling == "abandoned_update":
+        return _ABANDONED
+    queue = f", {_requests(evidence.waiting, 'waiting')}" if evidence.waiting > 0 else ""
+    kind = "for new requests, running ones finish" if evidence.paused == "new" else "for all requests"
+    return f"the scheduler is paused {kind}{queue}; `kvctl scheduling resume` ends it"
 
 
 # --- nothing to do -----------------------------------------------------------------------------------------------

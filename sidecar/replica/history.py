@@ -97,7 +97,9 @@ class Sample:
     unanswered_since_ns: int = 0
     """When the oldest question was sent that the engine has not answered yet; 0 when none is open."""
     note: str = ""
-    """Why something is missing, for a person: a page error, a failed attach, an HTTP error."""
+    """Why something is missing, for a person: a failed attach, an HTTP error."""
+    page_problem: str = ""
+    """Why the page could not be read; empty when it was, or when there is none."""
 
     @property
     def demand(self) -> int:

@@ -203,12 +203,12 @@ class Sampler:
     def _sample(self, watched: Watched, now: int, evidence: protocol.Evidence | None) -> Sample:
         engine = watched.engine
         trouble = None if engine.connected else engine.trouble
-        note = ""
+        note = page_problem = ""
         snapshot: pages.Snapshot | None = None
         try:
             snapshot = engine.page()
         except pages.PageError as error:
-            note = str(error)
+            page_problem = str(error)
         if trouble is not None:
             note = trouble.message
         link = Link.OPEN if engine.connected else Link.UNKNOWN
@@ -224,6 +224,7 @@ class Sampler:
             evidence=evidence,
             unanswered_since_ns=watched.unanswered_since_ns,
             note=note,
+            page_problem=page_problem,
         )
 
     def _is_suspicious(self, watched: Watched, now: int) -> bool:
@@ -234,7 +235,8 @@ class Sampler:
             return False
         history, last = watched.history, watched.history.latest
         if last is None or last.counters is None:
-            return False
+            # A damaged page hides everything: only the engine's own answers are left to judge by.
+            return last is not None and bool(last.page_problem)
         if watched.unanswered_since_ns:
             return True
         counters = last.counters

@@ -39,7 +39,7 @@ def judge(history: History, now_ns: int, thresholds: Thresholds) -> Judgement:
     if finding is not None:
         return _settled(history, now_ns, finding, (), -1.0)
     if page is None or last.counters is None:
-        return _settled(history, now_ns, Finding(Verdict.UNKNOWN, explain.no_reading(last)), (), -1.0)
+        return _settled(history, now_ns, *_without_page(history, last, now_ns, thresholds), -1.0)
     view = _view(history, last, page, now_ns, thresholds)
     finding = next((found for rule in _RULES if (found := rule(view)) is not None), None)
     if finding is None:
@@ -103,6 +103,24 @@ def _process(history: History, last: Sample, page: Counters | None, now_ns: int,
     if page.phase == Phase.STOPPED:
         return Finding(Verdict.ENGINE_DEAD, explain.loop_ended(page), stalled=True, since_ns=page.phase_since_ns)
     return None
+
+
+def _without_page(history: History, last: Sample, now_ns: int, limits: Thresholds) -> tuple[Finding, tuple[str, ...]]:
+    """What the engine's own recent answer is enough for, and warnings. One answer cannot tell whether tokens move."""
+    evidence = history.latest_evidence
+    if evidence is None or last.unanswered_since_ns or now_ns - evidence.monotonic_ns > limits.evidence_ns:
+        return Finding(Verdict.UNKNOWN, explain.no_reading(last)), ()
+    warnings = (explain.page_damaged(last),)
+    if evidence.sleeping:
+        return Finding(Verdict.SLEEPING, explain.sleeping(evidence.waiting)), warnings
+    abandoned = evidence.scheduling == "abandoned_update"
+    if evidence.paused or abandoned:
+        return Finding(Verdict.PAUSED, explain.paused_as_told(evidence), stalled=abandoned), warnings
+    if evidence.verdict == Verdict.HELD_BLOCKS_DEADLOCK:
+        return Finding(Verdict.HELD_BLOCKS_DEADLOCK, explain.deadlock(evidence), stalled=True), warnings
+    if evidence.running == 0 and evidence.waiting == 0:
+        return Finding(Verdict.IDLE, explain.idle(max(evidence.blocks_total - evidence.blocks_free, 0))), warnings
+    return Finding(Verdict.UNKNOWN, explain.progress_unseen(evidence, last)), warnings
 
 
 # --- the rules, in order -----------------------------------------------------------------------------------------

@@ -198,6 +198,53 @@ async def test_a_page_that_cannot_be_read_is_a_reason_and_not_a_crash():
     assert "no consistent reading" in status.engines[0].explanation
 
 
+@pytest.mark.parametrize(
+    ("told", "verdict", "stalled", "words"),
+    [
+        ({}, types.VERDICT_IDLE, False, "no request is running or waiting"),
+        ({"running": 2, "waiting": 1}, types.VERDICT_UNKNOWN, False, "2 requests running, 1 waiting"),
+        ({"sleeping": True}, types.VERDICT_SLEEPING, False, "wake it"),
+        ({"paused": "all", "scheduling": "paused"}, types.VERDICT_PAUSED, False, "kvctl scheduling resume"),
+        ({"scheduling": "abandoned_update"}, types.VERDICT_PAUSED, True, "weight update was abandoned"),
+        (
+            {"waiting": 2, "waiting_holding_blocks": 2, "verdict": "HELD_BLOCKS_DEADLOCK", "holders": [holder(67)]},
+            types.VERDICT_HELD_BLOCKS_DEADLOCK,
+            True,
+            "kvctl relieve",
+        ),
+    ],
+)
+async def test_a_damaged_page_is_told_and_the_engines_own_answer_judged(told, verdict, stalled, words):
+    engines = MemoryEngines()
+    engines.write(running=7)
+    watching = sampler(engines)
+    watching.tick()
+    engines.forward(2)
+    engines.listed[0].torn = True
+    engines.listed[0].told = evidence(monotonic_ns=engines.now_ns, **told)
+    found = (await watching.status()).engines[0]
+    assert (found.verdict, found.stalled) == (verdict, stalled)
+    assert words in found.explanation
+    assert "has not answered" not in found.explanation
+    says = [found.explanation, *found.warnings]
+    assert any("no consistent reading); the engine answers on its socket" in text for text in says)
+    assert found.requests.running == told.get("running", 0), "not the counts from before the damage"
+    assert not found.from_page
+
+
+async def test_an_engine_with_a_damaged_page_that_does_not_answer_is_unknown_for_both_reasons():
+    engines = MemoryEngines()
+    engines.listed[0].torn = True
+    engines.listed[0].told = Lost("unknown", "silence")
+    watching = sampler(engines)
+    await watching.status()
+    engines.forward(1)
+    watching.tick()
+    found = watching.snapshot().engines[0]
+    assert found.verdict == types.VERDICT_UNKNOWN
+    assert "no consistent reading), and it has not answered on its socket" in found.explanation
+
+
 async def test_over_http_a_status_is_judged_by_counts_and_never_by_an_evidence_full_of_unknowns():
     engines = MemoryEngines([MemoryEngine(backend="http")])
     engines.listed[0].alive = Liveness.UNKNOWN

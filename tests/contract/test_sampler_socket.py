@@ -6,6 +6,7 @@ Short thresholds, so that the waits are short; the rules are the same.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -137,3 +138,15 @@ async def test_sleeping_and_paused_engines_say_so_and_are_not_asked(directory: P
             await do(engine, "sleep")
             await until(sampler, Verdict.SLEEPING)
             assert sampler.watched[0].asked_ns == 0
+
+
+async def test_a_damaged_page_of_an_engine_that_answers_is_told_with_its_path_and_not_as_silence(directory: Path):
+    with spawn_engine(directory):
+        (page,) = directory.glob("*.page")  # noqa: ASYNC240 - one small directory
+        with os.fdopen(os.open(page, os.O_WRONLY), "wb") as file:
+            file.write(b"\xa5" * 64)
+        async with watching(directory) as sampler:
+            await until(sampler, Verdict.IDLE)
+            found = sampler.snapshot().engines[0]
+            assert any(str(page) in text and "answers on its socket" in text for text in found.warnings)
+            assert found.blocks.total > 0

@@ -67,7 +67,7 @@ class BridgeEngine:
         """From the handshake, else from the page, else the eight digits in the file name."""
         if self._welcome is not None:
             return self._welcome.incarnation
-        snapshot = self.page()
+        snapshot = self._page_or_none()
         return snapshot.counters.incarnation.hex() if snapshot is not None else self.key.rpartition("-")[2]
 
     @property
@@ -104,7 +104,7 @@ class BridgeEngine:
     @property
     def stopped_properly(self) -> bool:
         """Whether its page's last word was that it stops."""
-        snapshot = self.page()
+        snapshot = self._page_or_none()
         return snapshot is not None and snapshot.counters.phase >= page.Phase.STOPPING
 
     @property
@@ -116,7 +116,7 @@ class BridgeEngine:
             return Unreachable("ENGINE_DEAD", self._gone)
         if self._refusal is not None:
             return self._refusal
-        snapshot = self.page()
+        snapshot = self._page_or_none()
         state = self.liveness()
         if state is Liveness.DEAD:
             return Unreachable("ENGINE_DEAD", f"{self._name} is gone: its process has ended")
@@ -131,7 +131,7 @@ class BridgeEngine:
         if self._peer_pid:
             ticks = self._welcome.process_start_ticks if self._welcome is not None else 0
             return process.liveness(self._peer_pid, ticks)
-        snapshot = self.page()
+        snapshot = self._page_or_none()
         if snapshot is None or not snapshot.counters.process_start_ticks:
             return Liveness.UNKNOWN
         found = process.stat(snapshot.counters.pid)
@@ -140,19 +140,18 @@ class BridgeEngine:
             return Liveness.UNKNOWN
         return process.liveness(snapshot.counters.pid, snapshot.counters.process_start_ticks)
 
-    def page(self) -> page.Snapshot | None:
-        """The engine's page as it is now."""
-        if self._reader is None:
-            try:
-                self._reader = page.PageReader(self._page_path)
-            except page.PageError as error:
-                LOG.debug("page not readable engine=%s reason=%r", self.key, str(error))
-                return None
+    def _page_or_none(self) -> page.Snapshot | None:
         try:
-            return self._reader.read()
+            return self.page()
         except page.PageError as error:
             LOG.debug("page not readable engine=%s reason=%r", self.key, str(error))
             return None
+
+    def page(self) -> page.Snapshot:
+        """The engine's page as it is now; PageError says why it cannot be read."""
+        if self._reader is None:
+            self._reader = page.PageReader(self._page_path)
+        return self._reader.read()
 
     @property
     def _name(self) -> str:
@@ -164,7 +163,7 @@ class BridgeEngine:
         state = self.liveness()
         if state is Liveness.STOPPED:
             return f"its process is stopped (SIGSTOP or a debugger); kill -CONT {self._peer_pid or 'PID'} resumes it"
-        snapshot = self.page()
+        snapshot = self._page_or_none()
         if snapshot is None:
             return "its page cannot be read"
         since = (time.monotonic_ns() - snapshot.counters.phase_since_ns) / 1e9
@@ -240,7 +239,7 @@ class BridgeEngine:
     def _look_at_refusal(self, error: OSError) -> None:
         state = self.liveness()
         if isinstance(error, ConnectionRefusedError | FileNotFoundError) and state in (Liveness.DEAD, Liveness.UNKNOWN):
-            snapshot = self.page()
+            snapshot = self._page_or_none()
             starting = snapshot is not None and snapshot.counters.phase == page.Phase.STARTING
             if isinstance(error, FileNotFoundError) and starting and self._welcome is None:
                 return  # the page comes before the socket
@@ -376,7 +375,7 @@ class BridgeEngine:
             return Lost("not_executed", f"{self._name} was never reached, and will not run it: {doing}")
         if self.liveness() is Liveness.DEAD:
             return self._died()
-        snapshot = self.page()
+        snapshot = self._page_or_none()
         if snapshot is None:
             return Lost("unknown", f"{self._name} gave no answer and its page cannot be read; ask again by request id")
         if snapshot.has_started(request_id):
