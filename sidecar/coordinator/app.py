@@ -62,6 +62,7 @@ def check(config: Config) -> str:
     rpc_server.check_free(settings)
     if settings.tls is not None:
         settings.tls.credentials()
+    _check_client(config)
     if config.metrics is not None and (why := addresses.why_not_bindable(config.metrics)):
         raise CannotListen(why)
     discovery = discovery_of(config.sources, config.inventory or "", config.replica_server_name)
@@ -80,6 +81,13 @@ def check(config: Config) -> str:
     }
     notes = [f"  note: {warning}" for warning in found.warnings]
     return "\n".join(["settings are valid", *(f"  {key:<8} {value}" for key, value in lines.items()), *notes])
+
+
+def _check_client(config: Config) -> None:
+    """What this coordinator shows to replicas; found out now and not by every replica being unreachable."""
+    security = config.client_security
+    if security.tls is not None:
+        security.tls.check()
 
 
 async def _look_once(discovery: Discovery) -> Discovered:
@@ -114,6 +122,7 @@ class Application:
         config = self._config
         settings = server_settings(config)
         rpc_server.check_exposure(settings)
+        _check_client(config)
         discovery = discovery_of(config.sources, config.inventory or "", config.replica_server_name)
         _make_folder(config.store)
         store = Store(config.store)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -72,6 +73,44 @@ def stamp(*paths: Path | None) -> tuple[tuple[int, int, int], ...]:
     return tuple(found)
 
 
+def check_pair(cert_file: Path, key_file: Path) -> None:
+    """ValueError unless the files hold a certificate and the key that belongs to it.
+
+    gRPC itself takes anything here and blames the port when it binds, so OpenSSL is asked first, in a context that is
+    thrown away.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    encrypted = False
+
+    def passphrase() -> str:
+        nonlocal encrypted
+        encrypted = True
+        return ""
+
+    try:
+        context.load_cert_chain(cert_file, key_file, passphrase)
+    except ssl.SSLError as error:
+        if encrypted:
+            raise ValueError(f"key file {key_file} is encrypted; expected a key without a passphrase") from error
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ValueError(f"key {key_file} does not belong to certificate {cert_file}") from error
+        check_certificates(cert_file, "certificate file")
+        if error.reason == "KEY_TYPE_MISMATCH":
+            raise ValueError(f"key {key_file} does not belong to certificate {cert_file}") from error
+        raise ValueError(
+            f"key file {key_file} contains no usable private key, or {cert_file} is refused: {error.reason or error}"
+        ) from error
+
+
+def check_certificates(path: Path, what: str) -> None:
+    """ValueError unless the file holds at least one certificate that can be parsed, OSError when it cannot be read."""
+    read_file(path, what)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=path)
+    except ssl.SSLError as error:
+        raise ValueError(f"{what} {path} contains no certificate; expected PEM") from error
+
+
 @dataclass(frozen=True, slots=True)
 class ClientTls:
     """Whom a client trusts, and its own certificate for mutual TLS."""
@@ -98,6 +137,15 @@ class ClientTls:
             private_key=read_file(self.key_file, "key file") if self.key_file else None,
             certificate_chain=read_file(self.cert_file, "certificate file") if self.cert_file else None,
         )
+
+    def check(self) -> None:
+        """OSError or ValueError when the files cannot be used now; a channel would only say that nobody answers."""
+        if self.ca_file is not None:
+            check_certificates(self.ca_file, "CA file")
+        if self.cert_file is not None and self.key_file is not None:
+            read_file(self.cert_file, "certificate file")
+            read_file(self.key_file, "key file")
+            check_pair(self.cert_file, self.key_file)
 
     def options(self) -> list[tuple[str, int | str]]:
         """Channel options that go with these credentials."""
@@ -155,9 +203,12 @@ class _Reloader:
         key = read_file(self._files.key_file, "key file")
         chain = read_file(self._files.cert_file, "certificate file")
         if b"-----BEGIN" not in chain or b"-----END" not in chain:
-            raise ValueError(f"certificate file {self._files.cert_file} holds no PEM certificate")
+            raise ValueError(f"certificate file {self._files.cert_file} contains no certificate; expected PEM")
         if b"PRIVATE KEY-----" not in key or b"-----END" not in key:
-            raise ValueError(f"key file {self._files.key_file} holds no PEM private key")
+            raise ValueError(f"key file {self._files.key_file} contains no private key; expected PEM")
         authority = self._files.client_ca_file
         roots = read_file(authority, "client CA file") if authority else None
+        check_pair(self._files.cert_file, self._files.key_file)
+        if authority is not None:
+            check_certificates(authority, "client CA file")
         return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=roots)
