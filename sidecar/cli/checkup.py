@@ -1,8 +1,8 @@
 """What `kvctl doctor` looks at, and what it says about it: findings in the order in which a call travels.
 
 Here (limits, token, certificates, proxies), the coordinator, each replica (reachable, a sidecar, its version, its
-clock), each engine (attached, same version as its sidecar, what it cannot do), and, for what runs on this machine,
-the engine directory with its sockets and notes of failed attachments.
+clock), each engine (attached, same version as its sidecar, what it cannot do, whether it admits requests), and, for
+what runs on this machine, the engine directory with its sockets and notes of failed attachments.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from engine_bridge.protocol import default_engine_dir
 from sidecar.cli import output
 from sidecar.cli.exitcodes import Exit
 from sidecar.cli.printers import style
+from sidecar.cli.printers.admission import BAD, GOOD, verdict_name
 from sidecar.cli.reaching import open_reach
 from sidecar.cli.settings import Settings
+from sidecar.client.reach import Reach
 from sidecar.client.remote import CoordinatorError
 
 Level = Literal["ok", "warning", "wrong"]
 
 EXPIRES_SOON_S: Final = 14 * 24 * 3600
 CLOCK_SKEW_S: Final = 60.0
+ADMISSION_TIMEOUT_S: Final = 5.0
 _PROXIES: Final = ("http_proxy", "https_proxy", "HTTPS_PROXY", "HTTP_PROXY", "grpc_proxy")
 _TONES: Final = {"ok": "good", "warning": "doubtful", "wrong": "bad"}
 
@@ -202,11 +205,87 @@ async def _fleet(settings: Settings) -> list[Finding]:
         if not fleet.replicas:
             findings.append(Finding("wrong", "discovery", "no replica found", "check the inventory or the DNS name"))
         now = time.time()
+        admission = await _admission(reach, fleet)
         for replica in fleet.replicas:
             findings += of_replica(replica, now)
+            findings += of_admission(replica, admission.get(replica.address))
         return findings
     finally:
         await reach.close()
+
+
+async def _admission(reach: Reach, fleet: fleet_pb2.ListReplicasResponse) -> dict[str, fleet_pb2.ReplicaAdmission]:
+    """Admission by address; a coordinator that fails now is a row for every replica."""
+    if not any(replica.reachable for replica in fleet.replicas):
+        return {}
+    try:
+        answer = await reach.admission(fleet_pb2.Targets(all=True), ADMISSION_TIMEOUT_S)
+    except CoordinatorError as error:
+        lost = fleet_pb2.ReplicaAdmission(code=error.failure.code, message=str(error))
+        return {replica.address: lost for replica in fleet.replicas}
+    return {row.address: row for row in answer.replicas}
+
+
+def of_admission(replica: fleet_pb2.FleetReplica, row: fleet_pb2.ReplicaAdmission | None) -> Iterator[Finding]:
+    """Findings about what the engines of a reachable replica do with requests."""
+    if not replica.reachable or row is None:
+        return
+    if row.code != "OK":
+        text = f"{row.code}: {row.message}"
+        yield Finding("wrong", f"admission {replica.name}", text, "run doctor again; look at the sidecar's log")
+        return
+    pids = {engine.engine.data_parallel_rank: engine.pid for engine in replica.info.engines}
+    for engine in row.admission.engines:
+        rank = engine.engine.data_parallel_rank
+        subject = f"admission {replica.name}/{rank}"
+        name = verdict_name(engine.verdict)
+        text = f"{name}: {engine.explanation}" if engine.explanation else name
+        advice = verdict_advice(engine.verdict, replica.name, pids.get(rank, 0))
+        if engine.stalled or engine.verdict in BAD or engine.verdict not in _NOT_WRONG:
+            yield Finding("wrong", subject, text, advice or "`kvctl admission -o wide` has every figure")
+        elif engine.verdict in _NOT_BEST:
+            yield Finding("warning", subject, text, advice)
+        else:
+            yield Finding("ok", subject, text)
+
+
+_NOT_BEST: Final = frozenset(
+    {
+        types_pb2.VERDICT_DEGRADED,
+        types_pb2.VERDICT_THRASHING,
+        types_pb2.VERDICT_PAUSED,
+        types_pb2.VERDICT_SLEEPING,
+        types_pb2.VERDICT_STARTING,
+    }
+)
+_NOT_WRONG: Final = GOOD | _NOT_BEST | frozenset({types_pb2.VERDICT_SATURATED, types_pb2.VERDICT_WAITING_REMOTE_KV})
+
+
+def verdict_advice(verdict: types_pb2.Verdict.ValueType, replica: str, pid: int) -> str:
+    """What a person can do about a verdict; empty when nothing in particular. `pid`: the engine's, 0 if unknown."""
+    process = str(pid) if pid > 0 else "PID"
+    match verdict:
+        case types_pb2.VERDICT_ENGINE_STOPPED:
+            return f"something stopped the process (SIGSTOP, a debugger): let it go on with `kill -CONT {process}`"
+        case types_pb2.VERDICT_ENGINE_HUNG:
+            return f"see where it hangs with `py-spy dump --pid {process}`, then restart the engine"
+        case types_pb2.VERDICT_ENGINE_DEAD:
+            return "the engine is gone: read vLLM's log and restart it"
+        case types_pb2.VERDICT_HELD_BLOCKS_DEADLOCK:
+            return f"`kvctl relieve --replicas {replica}`"
+        case types_pb2.VERDICT_HEAD_CANNOT_FIT:
+            return "abort the request at the head, or give the engine more KV blocks"
+        case types_pb2.VERDICT_BLOCKS_LEAKED:
+            return "restart the engine at the next chance; no call gives leaked blocks back"
+        case types_pb2.VERDICT_PAUSED:
+            return f"`kvctl scheduling resume --replicas {replica}` when nobody needs the pause any more"
+        case types_pb2.VERDICT_SLEEPING:
+            return "wake it with vLLM's /wake_up"
+        case types_pb2.VERDICT_STARTING:
+            return "wait until it has started"
+        case types_pb2.VERDICT_UNKNOWN | types_pb2.VERDICT_UNSPECIFIED:
+            return f"the sidecar cannot tell: look at its log, and whether process {process} runs"
+    return ""
 
 
 def of_replica(replica: fleet_pb2.FleetReplica, now: float) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from sidecar.coordinator.discovery import DiscoveryError
 from sidecar.coordinator.rollout import PolicyError
 from sidecar.coordinator.selectors import SelectorError, parse_labels, parse_replicas
 from sidecar.rpc.channels import ClientSecurity
-from sidecar.rpc.tls import ClientTls
+from sidecar.rpc.tls import ClientTls, read_file
 
 _T = TypeVar("_T")
 
@@ -45,14 +46,44 @@ def open_reach(settings: Settings) -> Reach:
     security = security_of(settings)
     if settings.coordinator:
         return CoordinatorReach(settings.coordinator, security)
-    return DirectReach(discovery_of(settings.targets, settings.inventory), security)
+    try:
+        discovery = discovery_of(settings.targets, settings.inventory)
+    except DiscoveryError as error:
+        # Nobody was asked yet: the text itself is wrong.
+        raise Refusal(str(error)) from error
+    return DirectReach(discovery, security)
 
 
 def security_of(settings: Settings) -> ClientSecurity:
     """How to prove who we are and whom to trust."""
+    _check_files(settings)
     wants_tls = bool(settings.ca or settings.cert or settings.key or settings.server_name)
     tls = ClientTls(_path(settings.ca), _path(settings.cert), _path(settings.key), settings.server_name)
     return ClientSecurity(tls if wants_tls else None, _path(settings.token_file), settings.insecure)
+
+
+def _check_files(settings: Settings) -> None:
+    """Refusal when a file that a flag names cannot be read or has no certificate in it. gRPC takes anything and fails
+    each handshake later, in words of its own.
+    """
+    given = (("CA file", settings.ca), ("certificate file", settings.cert), ("key file", settings.key))
+    for what, name in (*given, ("token file", settings.token_file)):
+        if not name:
+            continue
+        try:
+            content = read_file(Path(name), what)
+        except OSError as error:
+            raise Refusal(error.strerror or str(error)) from error
+        if what in ("CA file", "certificate file") and not _has_certificate(content):
+            raise Refusal(f"{what} {name} contains no certificate; expected PEM with '-----BEGIN CERTIFICATE-----'")
+
+
+def _has_certificate(content: bytes) -> bool:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("utf-8", "replace"))
+    except (ssl.SSLError, ValueError):
+        return False
+    return True
 
 
 def coordinator_only(reach: Reach, what: str) -> CoordinatorReach:
@@ -74,7 +105,8 @@ def told_plainly() -> Iterator[None]:
     except CoordinatorError as error:
         raise Refusal(str(error), exitcodes.of_code(error.failure.code)) from error
     except OSError as error:
-        raise Refusal(str(error.strerror if error.errno and not error.args[1:] else error), Exit.UNREACHABLE) from error
+        where = f"{error.filename}: " if error.filename else ""
+        raise Refusal(f"{where}{error.strerror or error}", Exit.UNREACHABLE) from error
 
 
 def targets_of(replicas: str, selector: str | None) -> fleet_pb2.Targets:

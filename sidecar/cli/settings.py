@@ -15,12 +15,15 @@ The config file is $KVCTL_CONFIG, by default $XDG_CONFIG_HOME/kvctl/config.yaml:
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
 from sidecar.cli.failures import Refusal
+
+_MAX_FILE_BYTES: Final = 16 * 1024 * 1024
 
 NO_FLEET: Final = (
     "no replicas to talk to: give --target ADDRESS, --inventory FILE or --coordinator ADDRESS, choose a context with "
@@ -82,15 +85,29 @@ def local_inventory_path() -> Path:
 def load_config(path: Path) -> Config:
     """Read the config file; a missing one is an empty one. Refusal names file, place and what was expected."""
     try:
-        text = path.read_text()
+        regular = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
         return Config(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(f"config {path} cannot be read: {error}") from error
+    except OSError as error:
+        raise Refusal(f"config {path} cannot be read: {error.strerror or error}") from error
+    if not regular:
+        raise Refusal(f"config {path} is not a regular file; expected a YAML file")
+    try:
+        with path.open("rb") as file:
+            content_bytes = file.read(_MAX_FILE_BYTES + 1)
+        text = content_bytes.decode()
+    except UnicodeDecodeError as error:
+        raise Refusal(f"config {path} is not UTF-8: {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        raise Refusal(f"config {path} cannot be read: {error.strerror or error}") from error
+    if len(content_bytes) > _MAX_FILE_BYTES:
+        raise Refusal(f"config {path} is larger than {_MAX_FILE_BYTES >> 20} MiB; expected a smaller one")
     import yaml
 
     try:
         content = yaml.safe_load(text) or {}
+    except RecursionError:
+        raise Refusal(f"config {path} is nested too deeply; expected the keys current-context and contexts") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""

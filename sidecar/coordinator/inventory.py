@@ -12,6 +12,7 @@ names the file, the line, the key, and what was expected there.
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,8 @@ import yaml
 
 from sidecar.coordinator.targets import Target
 from sidecar.rpc import addresses
+
+MAX_FILE_BYTES: Final = 16 * 1024 * 1024
 
 _KEYS: Final = ("name", "address", "labels")
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
@@ -33,7 +36,20 @@ class InventoryError(ValueError):
 
 def load_inventory(path: Path) -> tuple[Target, ...]:
     """Read the file. OSError when it cannot be opened, InventoryError when it cannot be understood."""
-    return parse_inventory(path.read_bytes(), str(path))
+    return parse_inventory(read_bounded(path, "inventory"), str(path))
+
+
+def read_bounded(path: Path, what: str) -> bytes:
+    """The content of a file a person wrote. OSError when it cannot be read; InventoryError when it is no regular file
+    (a pipe or /dev/zero would be read for ever) or larger than MAX_FILE_BYTES.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise InventoryError(f"{what} {path} is not a regular file; expected a YAML file")
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise InventoryError(f"{what} {path} is larger than {MAX_FILE_BYTES >> 20} MiB; expected a smaller one")
+    return content
 
 
 def parse_inventory(text: bytes | str, source: str) -> tuple[Target, ...]:
@@ -50,6 +66,10 @@ class _Reader:
     def read(self, text: bytes | str) -> tuple[Target, ...]:
         try:
             root = yaml.compose(text, Loader=yaml.SafeLoader)
+        except RecursionError:
+            raise InventoryError(
+                f"inventory {self._source} is nested too deeply; expected 'replicas:' with a list of mappings"
+            ) from None
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             line = f", line {mark.line + 1}" if mark else ""

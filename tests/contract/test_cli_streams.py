@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_sidecar_server import FakeSidecar
+from kvctl.v1 import types_pb2
 from test_cli_commands import KVCTL, environment, fleet, kvctl
 
 
@@ -58,3 +59,12 @@ def test_an_empty_request_id_is_refused(tmp_path: Path) -> None:
 
 def test_one_look_at_a_fleet_that_is_gone_exits_4(tmp_path: Path) -> None:
     assert kvctl(tmp_path, "top", "--once", "--target", "127.0.0.1:1").returncode == 4
+
+
+def test_doctor_finds_a_stopped_engine(tmp_path: Path) -> None:
+    fake = FakeSidecar("r0")
+    fake.verdict = types_pb2.VERDICT_ENGINE_STOPPED
+    with fleet(tmp_path, fake) as inventory:
+        done = kvctl(tmp_path, "doctor", "--inventory", str(inventory), KVCTL_ENGINE_DIR=str(tmp_path / "none"))
+    assert done.returncode == 1
+    assert "kill -CONT 4242" in " ".join(done.stdout.split())

@@ -123,3 +123,27 @@ def test_the_exit_code_tells_wrong_from_out_of_reach(capsys: pytest.CaptureFixtu
     assert checkup.print_findings([lost, good], "json") is Exit.FAILED
     assert checkup.print_findings([good, bad], "table") is Exit.FAILED
     assert "2 checks: 1 wrong, 0 warnings" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("verdict", "level", "advice"),
+    [
+        (types_pb2.VERDICT_ENGINE_STOPPED, "wrong", "kill -CONT 4242"),
+        (types_pb2.VERDICT_ENGINE_HUNG, "wrong", "4242"),
+        (types_pb2.VERDICT_ENGINE_DEAD, "wrong", "restart"),
+        (types_pb2.VERDICT_UNKNOWN, "wrong", "log"),
+        (types_pb2.VERDICT_HELD_BLOCKS_DEADLOCK, "wrong", "kvctl relieve --replicas r0"),
+        (99, "wrong", "kvctl admission"),
+        (types_pb2.VERDICT_PAUSED, "warning", "scheduling resume"),
+        (types_pb2.VERDICT_FLOWING, "ok", ""),
+    ],
+)
+def test_what_an_engine_does_with_requests_is_judged(verdict: int, level: str, advice: str) -> None:
+    replica = fleet_pb2.FleetReplica(name="r0", address="a:1", reachable=True, code="OK")
+    replica.info.engines.add(pid=4242)
+    row = fleet_pb2.ReplicaAdmission(replica="r0", address="a:1", code="OK")
+    row.admission.engines.add(verdict=verdict, explanation="so it is")
+    (found,) = checkup.of_admission(replica, row)
+    assert found.level == level
+    assert advice in found.advice
+    assert "so it is" in found.found
