@@ -43,7 +43,13 @@ def main() -> int:
     except (StoreError, DiscoveryError) as error:
         return _fail(str(error), 4)
     except OSError as error:
-        return _fail(str(error.args[-1]), 4)
+        return _fail(_without_number(error), 4)
+
+
+def _without_number(error: OSError) -> str:
+    """Errors made here carry their whole text last; those of the system have a file name beside it."""
+    text = str(error.args[-1]) if error.args else str(error)
+    return f"{error.filename}: {text}" if error.filename else text
 
 
 def _fail(message: str, code: int) -> int:

@@ -37,6 +37,7 @@ from sidecar.rpc.addresses import Address
 from sidecar.rpc.health import Health
 from sidecar.rpc.plain_http import Page, PlainHttp
 from sidecar.rpc.server import CannotListen, ServerSettings
+from sidecar.rpc.tls import check_certificates, read_token
 
 LOG: Final = logging.getLogger("kvctl.sidecar")
 
@@ -58,6 +59,10 @@ def check(config: Config) -> str:
         settings.tls.credentials()
     if config.metrics is not None and (why := addresses.why_not_bindable(config.metrics)):
         raise CannotListen(why)
+    if config.engine_ca is not None:
+        check_certificates(config.engine_ca, "CA file")
+    if config.engine_token_file is not None:
+        read_token(config.engine_token_file)
     AuditLog(config.audit_log, config.name).close()
     return describe(config, settings)
 
@@ -104,6 +109,7 @@ def engine_set(config: Config) -> EngineSet:
     if config.engine_ca is not None:
         import ssl
 
+        check_certificates(config.engine_ca, "CA file")
         tls = ssl.create_default_context(cafile=str(config.engine_ca))
     return PreferBridge(bridge, HttpEngines(config.engine_url, token_file=config.engine_token_file, tls=tls))
 

@@ -8,8 +8,10 @@ rotated away is opened anew. Requests hold no secrets; credentials never come ne
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -29,13 +31,13 @@ class AuditLog:
     """Appends to one file, or to stdout."""
 
     def __init__(self, target: str, replica: str) -> None:
-        """`target` is a path, or "-" for stdout. OSError when it cannot be opened."""
+        """`target` is a path, or "-" for stdout. OSError names the setting and the path when it cannot be used."""
         self._target = target
         self._replica = replica
         self._fd = 1
         self._inode = 0
         if target != STDOUT:
-            self._open()
+            self._open_first()
 
     def begin(self, caller: Caller, peer: str, operation: str, request_id: str, details: Mapping[str, Value]) -> None:
         """Before the mutation. Failure INTERNAL when the line cannot be written."""
@@ -81,6 +83,19 @@ class AuditLog:
         if written != len(data):
             raise OSError(28, "the line was cut short: no space left?")
 
+    def _open_first(self) -> None:
+        try:
+            self._open()
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"--audit-log {self._target} cannot be opened by uid {os.getuid()}: {error.strerror or error}",
+            ) from error
+        why = _why_unwritable(self._fd)
+        if why:
+            os.close(self._fd)
+            raise OSError(errno.EINVAL, f"--audit-log {self._target}: {why}")
+
     def _open(self) -> None:
         self._fd = os.open(self._target, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._inode = os.fstat(self._fd).st_ino
@@ -96,3 +111,18 @@ class AuditLog:
         old = self._fd
         self._open()
         os.close(old)
+
+
+def _why_unwritable(fd: int) -> str:
+    """Why every mutation would be refused for want of an audit line; empty when nothing speaks against it.
+
+    Opening proves little: /dev/full opens, and so does a file on a full disk. Nothing is written to find out.
+    """
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode):
+        disk = os.fstatvfs(fd)
+        free = disk.f_bavail if os.geteuid() else disk.f_bfree
+        return "no space left on its disk" if disk.f_blocks and not free else ""
+    if stat.S_ISCHR(status.st_mode) and not os.isatty(fd) and status.st_rdev != os.stat(os.devnull).st_rdev:
+        return f"it is a device; expected a file, {os.devnull}, or - for stdout"
+    return ""

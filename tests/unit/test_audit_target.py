@@ -1,0 +1,47 @@
+"""Where audit lines go is checked before the first operation needs one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sidecar.replica import main as program
+from sidecar.replica.audit import AuditLog
+
+
+def started(monkeypatch, capsys, tmp_path: Path, *words: str) -> tuple[int, str]:
+    base = ["--engine-dir", str(tmp_path / "engines"), "--listen", "127.0.0.1:0", "--metrics", "off", "--check"]
+    monkeypatch.setattr("sys.argv", ["kvctl-sidecar", *base, *words])
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], "HOME": str(tmp_path)})
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    return program.main(), capsys.readouterr().err.strip()
+
+
+def test_a_folder_that_is_not_there_is_told_by_setting_and_path_without_numbers(monkeypatch, capsys, tmp_path):
+    code, told = started(monkeypatch, capsys, tmp_path, "--audit-log", str(tmp_path / "nodir" / "a"))
+    assert code == 4
+    assert f"--audit-log {tmp_path}/nodir/a cannot be opened" in told
+    assert told.endswith("No such file or directory")
+    assert "Errno" not in told
+
+
+def test_a_token_file_that_is_not_there_is_told_without_numbers(monkeypatch, capsys, tmp_path):
+    code, told = started(monkeypatch, capsys, tmp_path, "--token-file", f"admin={tmp_path}/none")
+    assert code == 4
+    assert f"token file {tmp_path}/none cannot be read" in told
+    assert "Errno" not in told
+
+
+def test_a_device_that_takes_no_lines_is_refused_and_the_null_device_is_not():
+    with pytest.raises(OSError, match="--audit-log /dev/full: it is a device"):
+        AuditLog("/dev/full", "r0")
+    AuditLog(os.devnull, "r0").close()
+
+
+def test_a_full_disk_is_told_at_the_start(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_blocks=10, f_bavail=0, f_bfree=0))
+    with pytest.raises(OSError, match="no space left"):
+        AuditLog(str(tmp_path / "a"), "r0")
