@@ -18,6 +18,10 @@ from sidecar.rpc.settings import ConfigError, Program, Raw, ServerSecurity, Sett
 
 PREFIX: Final = "KVCTL_SIDECAR_"
 
+_LABEL_KEY: Final = re.compile(r"[A-Za-z0-9._/-]{1,253}")
+_LABEL_VALUE: Final = re.compile(r"[A-Za-z0-9._-]{0,253}")
+"""What an inventory and a label selector take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -88,18 +92,35 @@ def _engine_dir(raw: Raw) -> Path:
 def _name(raw: Raw) -> str:
     text = settings.one(raw)
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?", text):
-        raise ValueError(f"{text!r} is not a replica name; expected letters, digits, '-', '.' and '_'")
+        raise ValueError(
+            f"{settings.shown(text)} is not a replica name; expected 1 to 253 letters, digits, '-', '.' and '_', "
+            "with a letter or digit at both ends"
+        )
     return text
 
 
 def _labels(raw: Raw) -> dict[str, str]:
-    return dict(settings.pair(text, "KEY=VALUE") for text in settings.several(raw))
+    labels: dict[str, str] = {}
+    for key, value in (settings.pair(text, "KEY=VALUE") for text in settings.several(raw)):
+        if not _LABEL_KEY.fullmatch(key):
+            raise ValueError(
+                f"label key {settings.shown(key)} is not one; expected 1 to 253 letters, digits, '.', '_', '/' and '-'"
+            )
+        if not _LABEL_VALUE.fullmatch(value):
+            raise ValueError(
+                f"value {settings.shown(value)} of label {key!r} is not one; expected at most 253 letters, "
+                "digits, '.', '_' and '-'"
+            )
+        if key in labels:
+            raise ValueError(f"label {key!r} is given twice: {labels[key]!r} and {value!r}")
+        labels[key] = value
+    return labels
 
 
 def _url(raw: Raw) -> str:
     text = settings.one(raw).rstrip("/")
     if text and not text.startswith(("http://", "https://")):
-        raise ValueError(f"{text!r} is not a URL; expected e.g. http://127.0.0.1:8000")
+        raise ValueError(f"{settings.shown(text)} is not a URL; expected e.g. http://127.0.0.1:8000")
     return text
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from sidecar.rpc.auth import Authorizer, Role, TokenFile, parse_role
 from sidecar.rpc.tls import ServerTls
 
 Raw = str | list[str]
+
+MAX_FILE_BYTES: Final = 16 * 1024 * 1024
+_LONGEST_SHOWN: Final = 80
 
 
 class ConfigError(ValueError):
@@ -193,15 +197,12 @@ def _from_environment(program: Program, environment: Mapping[str, str]) -> dict[
 def _from_file(program: Program, path: Path) -> dict[str, Raw]:
     import yaml  # start-up time: only where a file is used
 
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read by uid {os.getuid()}: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"--config {path} is not UTF-8 text") from None
+    text = _text_of(path)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         content = yaml.safe_load(text)
+    except RecursionError:
+        raise ConfigError(f"--config {path}: nested too deeply") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
@@ -213,6 +214,23 @@ def _from_file(program: Program, path: Path) -> dict[str, Raw]:
         str(name): _file_value(program, f"--config {path}, line {lines.get(name, 0)}: {name}", str(name), value)
         for name, value in content.items()
     }
+
+
+def _text_of(path: Path) -> str:
+    try:
+        # A device or a pipe may never end; O_NONBLOCK, because opening a pipe waits for its writer.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"--config {path} is not a regular file")
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read by uid {os.getuid()}: {error.strerror}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"--config {path} is larger than {MAX_FILE_BYTES >> 20} MiB")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path} is not UTF-8 text") from None
 
 
 def _file_value(program: Program, where: str, name: str, value: object) -> Raw:
@@ -240,6 +258,13 @@ def one(raw: Raw) -> str:
     return raw.strip()
 
 
+def shown(text: str) -> str:
+    """A value within an error message: quoted, and cut when nobody would read it all."""
+    if len(text) <= _LONGEST_SHOWN:
+        return repr(text)
+    return f"{text[:_LONGEST_SHOWN]!r}... ({len(text)} characters)"
+
+
 def several(raw: Raw) -> list[str]:
     """A list of texts."""
     return raw if isinstance(raw, list) else [raw]
@@ -255,7 +280,7 @@ def pair(text: str, form: str) -> tuple[str, str]:
     """`a=b`."""
     key, separator, value = text.partition("=")
     if not separator or not key.strip():
-        raise ValueError(f"{text!r} is not {form}")
+        raise ValueError(f"{shown(text)} is not {form}")
     return key.strip(), value.strip()
 
 
@@ -271,7 +296,7 @@ def metrics(raw: Raw) -> Address | None:
         return None
     address = addresses.parse_listen(text, what="metrics address")
     if address.kind != "tcp":
-        raise ValueError(f"{text!r}: metrics and probes need host:port")
+        raise ValueError(f"{shown(text)}: metrics and probes need host:port")
     return address
 
 
@@ -292,7 +317,7 @@ def boolean(raw: Raw) -> bool:
         return True
     if text in ("false", "0", "no", "off", ""):
         return False
-    raise ValueError(f"{text!r} is neither true nor false")
+    raise ValueError(f"{shown(text)} is neither true nor false")
 
 
 def count(least: int, most: int) -> Callable[[Raw], int]:
@@ -301,7 +326,7 @@ def count(least: int, most: int) -> Callable[[Raw], int]:
     def read(raw: Raw) -> int:
         text = one(raw)
         if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-            raise ValueError(f"{text!r} is not a number from {least} to {most}")
+            raise ValueError(f"{shown(text)} is not a number from {least} to {most}")
         return int(text)
 
     return read
@@ -309,9 +334,9 @@ def count(least: int, most: int) -> Callable[[Raw], int]:
 
 def seconds(raw: Raw) -> float:
     """A duration: 20s, 500ms, 1m, 12h, 30d."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?", one(raw))
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(ms|s|m|h|d)?", one(raw))
     if match is None:
-        raise ValueError(f"{raw!r} is not a duration; expected e.g. 20s, 500ms, 1m, 12h or 30d")
+        raise ValueError(f"{shown(one(raw))} is not a duration; expected e.g. 20s, 500ms, 1m, 12h or 30d")
     units = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
     return float(match.group(1)) * units[match.group(2) or "s"]
 
@@ -322,7 +347,7 @@ def choice(choices: Sequence[str]) -> Callable[[Raw], str]:
     def read(raw: Raw) -> str:
         text = one(raw).lower()
         if text not in choices:
-            raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
+            raise ValueError(f"{shown(text)} is not one of {', '.join(choices)}")
         return text
 
     return read

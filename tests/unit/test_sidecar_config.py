@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -137,3 +138,51 @@ def test_the_documentation_names_every_setting_and_every_role_as_they_are():
     for method, role in ACCESS.items():
         row = next(line for line in text.splitlines() if line.startswith(f"| {role.name.lower()} |"))
         assert f"`{method.rpartition('/')[2]}`" in row
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--label", "a=1", "--label", "a=2"], "label 'a' is given twice: '1' and '2'"),
+        (["--label", "ä=1"], "label key 'ä'"),
+        (["--label", "a=ü"], "value 'ü' of label 'a'"),
+        (["--label", "a" * 254 + "=1"], "(254 characters) is not one"),
+        (["--label", "a=" + "b" * 254], "(254 characters) of label 'a'"),
+        (["--name", "r\u0660"], "is not a replica name"),
+        (["--grace", "\u0661s"], "is not a duration"),
+        (["--grace", "\uff15s"], "is not a duration"),
+    ],
+)
+def test_a_label_name_or_duration_that_others_could_not_use_is_refused(words, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load(words, {})
+
+
+def test_labels_of_ordinary_kinds_are_taken():
+    words = ["--label", "app.kubernetes.io/name=vllm-0.32_a", "--label", "empty="]
+    assert load(words, {}).labels == {"app.kubernetes.io/name": "vllm-0.32_a", "empty": ""}
+
+
+def test_a_long_value_is_cut_in_the_error():
+    with pytest.raises(ConfigError) as caught:
+        load(["--name", "x" * 5000], {})
+    assert len(str(caught.value)) < 300
+    assert "(5000 characters)" in str(caught.value)
+
+
+def test_a_file_nested_deeply_is_told_in_one_line(tmp_path):
+    path = write(tmp_path, "labels: " + "[" * 3000)
+    with pytest.raises(ConfigError, match=f"^--config {path}: nested too deeply$"):
+        load(["--config", path], {})
+
+
+def test_a_file_without_an_end_is_not_read(tmp_path):
+    with pytest.raises(ConfigError, match="/dev/zero is not a regular file"):
+        load(["--config", "/dev/zero"], {})
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe is not a regular file"):
+        load(["--config", str(tmp_path / "pipe")], {})
+    with (tmp_path / "large.yaml").open("wb") as file:
+        file.truncate(17 << 20)
+    with pytest.raises(ConfigError, match=r"large.yaml is larger than 16 MiB"):
+        load(["--config", str(tmp_path / "large.yaml")], {})
