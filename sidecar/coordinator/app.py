@@ -46,6 +46,7 @@ from sidecar.rpc.server import CannotListen, ServerSettings
 LOG: Final = logging.getLogger("kvctl.coordinator")
 
 _PRUNE_EVERY_S: Final = 3600.0
+_VERIFY_EVERY_S: Final = 30.0
 _CLOSE_S: Final = 0.5
 
 
@@ -158,6 +159,7 @@ class Application:
             background = [
                 asyncio.create_task(self._roster.run(lambda: self._health.set_serving(True))),
                 asyncio.create_task(self._prune_now_and_then()),
+                asyncio.create_task(self._verify_now_and_then()),
                 asyncio.create_task(self._operations.unknowns.run()),
             ]
             LOG.info(
@@ -203,6 +205,14 @@ class Application:
         while True:
             await self._operations.prune()
             await asyncio.sleep(_PRUNE_EVERY_S)
+
+    async def _verify_now_and_then(self) -> None:
+        while True:
+            before = self._store.trouble
+            await self._store.verify()
+            if self._store.trouble and self._store.trouble != before:
+                LOG.error("store unusable, nothing will be recorded or changed: %s", self._store.trouble)
+            await asyncio.sleep(_VERIFY_EVERY_S)
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -37,6 +37,9 @@ _MOST_IN_ONE_TRANSACTION: Final = 512
 _BUSY_MS: Final = 5000
 _CHECKED_BYTES: Final = 256 * 1024 * 1024
 """A larger store is not checked at the start: that would take longer than operations may wait to be resumed."""
+_VERIFIED_BYTES: Final = 32 * 1024 * 1024
+"""Up to here `verify` looks at every page, again and again."""
+_CORRUPT: Final = "the store is corrupt"
 
 
 @dataclass(slots=True)
@@ -202,6 +205,10 @@ class Store:
 
         return await self._read(work)
 
+    async def verify(self) -> None:
+        """Look at the file itself, and set `trouble` when it was damaged or taken away while it was open."""
+        await asyncio.to_thread(self._verify_now)
+
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _open(self) -> sqlite3.Connection | None:
@@ -241,7 +248,7 @@ class Store:
         return connection
 
     async def _write(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        if self._writer is None or self.trouble.startswith("the store is corrupt"):
+        if self._writer is None or self.trouble.startswith(_CORRUPT):
             raise StoreError(self.trouble)
         done: Future[Any] = Future()
         self._jobs.put(_Job(work, done))
@@ -262,7 +269,33 @@ class Store:
                 finally:
                     self._reader.execute("COMMIT")
             except sqlite3.Error as error:
-                raise StoreError(self._explain(error)) from error
+                raise self._failed_read(error) from error
+
+    def _failed_read(self, error: sqlite3.Error) -> StoreError:
+        """Corruption counts for writing too: what is built on damaged pages is lost with them."""
+        failure = StoreError(self._explain(error))
+        if str(failure).startswith(_CORRUPT):
+            self.trouble = str(failure)
+        return failure
+
+    def _verify_now(self) -> None:
+        try:
+            whole = self.path.stat().st_size <= _VERIFIED_BYTES
+            # A connection of its own: the others have pages in memory that may not be on the disk any more.
+            connection = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+            try:
+                connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
+                connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+                found = connection.execute("PRAGMA quick_check(1)").fetchone()[0] if whole else "ok"
+            finally:
+                connection.close()
+        except sqlite3.Error as error:
+            self.trouble = str(self._failed_read(error))
+        except OSError as error:
+            self.trouble = f"the store {self.path} is not there any more ({error.strerror}); restart the coordinator"
+        else:
+            if found != "ok":
+                self.trouble = self._corrupt(found)
 
     def _write_loop(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -300,7 +333,8 @@ class Store:
             for job in jobs:
                 job.done.set_exception(failure)
             return
-        self.trouble = ""
+        if not self.trouble.startswith(_CORRUPT):
+            self.trouble = ""
         for job, result in zip(jobs, results, strict=True):
             job.done.set_result(result)
 
@@ -314,7 +348,7 @@ class Store:
 
     def _corrupt(self, found: str) -> str:
         return (
-            f"the store is corrupt: {self.path}: {found}; stop the coordinator, move the file away (or restore a "
+            f"{_CORRUPT}: {self.path}: {found}; stop the coordinator, move the file away (or restore a "
             "backup) and start it again"
         )
 

@@ -248,6 +248,51 @@ async def test_a_damaged_store_still_reads_what_is_whole(tmp_path: Path) -> None
     await store.close()
 
 
+async def test_a_store_damaged_while_it_is_open_has_trouble_and_takes_no_more_writes(tmp_path: Path) -> None:
+    path = tmp_path / "ops.db"
+    store = Store(path)
+    for _ in range(5):
+        await store.create(operation(), AIMS, [], "me")
+    await store.verify()
+    assert store.trouble == ""
+    damage(path)
+    await store.verify()
+    assert "corrupt" in store.trouble
+    assert "move the file away" in store.trouble
+    with pytest.raises(StoreError, match="corrupt"):
+        await store.create(operation(), AIMS, [], "me")
+    assert "corrupt" in store.trouble
+    await store.close()
+
+
+async def test_damage_that_a_reader_meets_is_trouble_from_then_on(tmp_path: Path) -> None:
+    path = tmp_path / "ops.db"
+    store = Store(path)
+    await store.create(operation(), AIMS, [], "me")
+    damage(path)
+    with pytest.raises(StoreError, match="corrupt"):
+        await store.page(10, 0)
+    assert "corrupt" in store.trouble
+    await store.close()
+
+
+async def test_a_store_that_was_taken_away_is_trouble(tmp_path: Path) -> None:
+    path = tmp_path / "ops.db"
+    store = Store(path)
+    path.rename(tmp_path / "elsewhere")
+    await store.verify()
+    assert "is not there any more" in store.trouble
+    await store.close()
+
+
+def damage(path: Path) -> None:
+    """Overwrite the file and its log, as a wrong dd would, under whoever has them open."""
+    for each in (path, path.with_name(path.name + "-wal")):
+        size = max(each.stat().st_size, 4096)
+        with each.open("r+b") as file:
+            file.write(b"\xa5" * size)
+
+
 def test_another_programs_database_and_a_newer_store_are_refused_untouched(tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / "other.db")
     other.execute("CREATE TABLE theirs (x)")
