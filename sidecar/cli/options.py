@@ -31,7 +31,7 @@ class Duration(click.ParamType[float]):
 
         if isinstance(value, int | float):
             return float(value)
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|)\s*", str(value))
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|)\s*", str(value))
         if found is None:
             self.fail(f"{value!r} is not a duration; expected {DURATION_HELP}", param, ctx)
         seconds = float(found[1]) * self._units[found[2]]

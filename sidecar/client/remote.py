@@ -16,7 +16,7 @@ import grpc.aio
 from kvctl.v1 import fleet_pb2, fleet_pb2_grpc
 
 from sidecar.client.reach import OnProgress, checked_id, given_id
-from sidecar.coordinator import outcomes
+from sidecar.coordinator import calls, outcomes
 from sidecar.coordinator.outcomes import Failure
 from sidecar.rpc import addresses, channels
 from sidecar.rpc.channels import NO_SECURITY, ClientSecurity
@@ -37,10 +37,12 @@ _WORTH_ANOTHER_TRY: Final = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusC
 
 
 class CoordinatorError(Exception):
-    """The coordinator refused a call or could not be reached. `failure` has code, reason and text."""
+    """The coordinator refused a call or could not be reached. `failure` has code, reason and text; the address is
+    empty when the text has it already.
+    """
 
     def __init__(self, failure: Failure, address: str) -> None:
-        super().__init__(f"coordinator {address}: {failure.message}")
+        super().__init__(f"coordinator {address}: {failure.message}" if address else failure.message)
         self.failure = failure
 
 
@@ -70,6 +72,7 @@ class CoordinatorReach:
     ) -> fleet_pb2.FleetOperation:
         """Start an operation and follow it to its end. Detached after `stop`."""
         request = fleet_pb2.StartOperationRequest(operation_id=checked_id(operation_id), spec=spec)
+        await self._connected(min(calls.seconds(spec.timeout) or CALL_TIMEOUT_S, CALL_TIMEOUT_S))
         try:
             started = await self._stub.StartOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
@@ -177,6 +180,7 @@ class CoordinatorReach:
     async def admission(self, targets: fleet_pb2.Targets, timeout_s: float) -> fleet_pb2.FleetAdmissionResponse:
         """Admission of every replica."""
         request = fleet_pb2.FleetAdmissionRequest(targets=targets)
+        await self._connected(timeout_s)
         try:
             return await self._stub.FleetAdmission(request, timeout=timeout_s + 2.0, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
@@ -206,6 +210,22 @@ class CoordinatorReach:
         """Close the channel."""
         await self._channel.close()
 
+    async def _connected(self, within_s: float) -> None:
+        """CoordinatorError when there is no connection within the time; nothing was sent then. A connection that is
+        refused is left for the call to report.
+        """
+        deadline = asyncio.get_running_loop().time() + within_s
+        state = self._channel.get_state(try_to_connect=True)
+        while state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._channel.wait_for_state_change(state)
+            except TimeoutError:
+                text = f"no answer from the coordinator at {self._address} within {within_s:g} s"
+                failure = Failure("UNAVAILABLE", outcomes.REPLICA_UNREACHABLE, text)
+                raise CoordinatorError(failure, "") from None
+            state = self._channel.get_state(try_to_connect=True)
+
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return self._security.metadata()
 
@@ -214,6 +234,9 @@ class CoordinatorReach:
         if not failure.from_sidecar and failure.code == "UNIMPLEMENTED":
             text = "does not serve kvctl.v1.FleetAdmin; give a coordinator's address, or a sidecar's with --target"
             failure = Failure("UNAVAILABLE", outcomes.NOT_A_SIDECAR, text)
+        elif not failure.from_sidecar and failure.code == "DEADLINE_EXCEEDED":
+            text = f"no answer from the coordinator at {self._address} in time"
+            return CoordinatorError(Failure(failure.code, "", text), "")
         elif not failure.from_sidecar:
             failure = Failure(failure.code, failure.reason, outcomes.brief(failure.message))
         return CoordinatorError(failure, str(self._address))

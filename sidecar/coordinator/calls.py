@@ -132,20 +132,23 @@ async def cancel_operation(
 
 
 async def get_replica(
-    channel: grpc.aio.Channel, address: str, timeout_s: float, metadata: Metadata = ()
+    channel: grpc.aio.Channel, address: str, timeout_s: float, metadata: Metadata = (), waited_s: float = 0.0
 ) -> types_pb2.ReplicaInfo | Failure:
     """Who answers at an address; a Failure in words when nobody does, or somebody who is no sidecar.
 
     Asked twice: two answers by two sidecars mean that a load balancer stands between, which would hand an operation
-    to one replica of many and its retry to another.
+    to one replica of many and its retry to another. `timeout_s` is for both together; `waited_s`: time waited
+    for it before, which the text of a failure counts in.
     """
     stub = replica_pb2_grpc.CacheAdminStub(channel)
     request = replica_pb2.GetReplicaRequest()
+    deadline = time.monotonic() + timeout_s
     try:
         first = (await stub.GetReplica(request, timeout=timeout_s, metadata=metadata)).replica
-        again = (await stub.GetReplica(request, timeout=timeout_s, metadata=metadata)).replica
+        left_s = max(deadline - time.monotonic(), 0.001)
+        again = (await stub.GetReplica(request, timeout=left_s, metadata=metadata)).replica
     except grpc.aio.AioRpcError as error:
-        return outcomes.unreachable(outcomes.read_failure(error), address, timeout_s)
+        return outcomes.unreachable(outcomes.read_failure(error), address, timeout_s + waited_s)
     if first.instance_id != again.instance_id:
         what = (
             f"{address} is a load balancer: two calls were answered by two replicas "

@@ -49,10 +49,12 @@ class Execution:
         recorded: Mapping[str, Recorded] | None = None,
         on_change: OnChange | None = None,
         retry_policy: RetryPolicy | None = None,
+        spent_s: Mapping[str, float] | None = None,
     ) -> None:
         """`aims` in the order in which to take them. PolicyError when the rollout makes no sense.
 
         `on_change` is told every change of a target, on the loop: a call begun (RUNNING) and the final result.
+        `spent_s`: name -> seconds of a target's time limit that went into asking who it is.
         """
         self.operation_id = operation_id
         self.spec = spec
@@ -68,6 +70,7 @@ class Execution:
         self._on_change = on_change or (lambda _: None)
         self._retry_policy = retry_policy or RetryPolicy()
         self._budget = RetryBudget.for_targets(len(aims))
+        self._spent_s = dict(spent_s or {})
         self._timeout_s = spec.timeout.seconds + spec.timeout.nanos / 1e9 or DEFAULT_TIMEOUT_S
         policy = Policy.resolve(spec.rollout, len(aims))
         # A check changes nothing: it needs no waves, whatever rollout it checks.
@@ -186,7 +189,7 @@ class Execution:
     # --- one target ----------------------------------------------------------------------------------------------
 
     async def _one(self, aim: Aim, wave: int, recorded_request_id: str) -> None:
-        deadline = _now() + self._timeout_s
+        deadline = _now() + max(self._timeout_s - self._spent_s.get(aim.name, 0.0), 0.0)
         retries = Retries(self._retry_policy, self._budget, deadline, wait=self.spec.wait)
         attempt = Attempt(
             self.operation_id,

@@ -26,6 +26,9 @@ from sidecar.coordinator.targets import Target, derive_request_id
 
 WITHDRAW_TIMEOUT_S: Final = 2.0
 
+LEAST_CALL_S: Final = 0.1
+"""With less time left than this a target that did not say its name is not called: its answer would come too late."""
+
 OnChange = Callable[[fleet_pb2.TargetResult], None]
 """Told a row whenever one changes."""
 
@@ -37,8 +40,18 @@ class GrpcReplicas:
     called already must not be called, and what is no sidecar must be told apart from a sidecar that failed.
     """
 
-    def __init__(self, channels: Channels, identities: Mapping[str, types_pb2.ReplicaInfo] | None = None) -> None:
-        """`identities`: address -> who answered there, from `resolution.resolve`."""
+    def __init__(
+        self,
+        channels: Channels,
+        identities: Mapping[str, types_pb2.ReplicaInfo] | None = None,
+        unnamed: Mapping[str, Failure] | None = None,
+        named_in_s: float = 0.0,
+    ) -> None:
+        """`identities`: address -> who answered there, `unnamed`: address -> why nobody did, both from
+        `resolution.resolve`, which took `named_in_s` seconds.
+        """
+        self._unnamed = dict(unnamed or {})
+        self._named_in_s = named_in_s
         self._channels = channels
         self._identities = dict(identities or {})
         self._owners: dict[str, str] = {}
@@ -50,15 +63,17 @@ class GrpcReplicas:
     async def call(self, aim: Aim, spec: fleet_pb2.OperationSpec, request_id: str, timeout_s: float) -> Answer:
         """Run the operation on one replica, once."""
         started = time.monotonic()
+        waited_s = self._named_in_s if aim.address in self._unnamed else 0.0
+        silent = self._unnamed.get(aim.address)
+        if silent is not None and timeout_s < LEAST_CALL_S:
+            return _not_called(silent, waited_s)
         async with self._channels.lease(_target(aim)) as channel:
             metadata = self._channels.metadata()
             if aim.address not in self._identities:
                 limit = min(CONNECT_TIMEOUT_S, timeout_s)
-                found = await calls.get_replica(channel, aim.address, limit, metadata)
+                found = await calls.get_replica(channel, aim.address, limit, metadata, waited_s)
                 if isinstance(found, Failure):
-                    row = outcomes.of_failure(found, sent=False)
-                    row.took.FromTimedelta(timedelta(seconds=time.monotonic() - started))
-                    return Answer(row, found.retry_after_s)
+                    return _not_called(found, time.monotonic() - started + waited_s)
                 self._identities[aim.address] = found
                 if found.instance_id:
                     self._owners.setdefault(found.instance_id, aim.address)
@@ -100,6 +115,12 @@ class GrpcReplicas:
     def identities(self) -> Mapping[str, types_pb2.ReplicaInfo]:
         """Address -> who answered there, so far."""
         return self._identities
+
+
+def _not_called(failure: Failure, took_s: float) -> Answer:
+    row = outcomes.of_failure(failure, sent=False)
+    row.took.FromTimedelta(timedelta(seconds=took_s))
+    return Answer(row, failure.retry_after_s)
 
 
 def _target(aim: Aim) -> Target:
@@ -162,12 +183,20 @@ class Run:
         selection = read_targets(spec.targets)
         discovered = await self._discovery.targets()
         counted = spec.rollout.strategy == fleet_pb2.ROLLOUT_STRATEGY_ROLLING or spec.rollout.max_failures > 0
-        resolved = await resolution.resolve(selection, discovered, self._channels, ask_all=counted)
+        asked = time.monotonic()
+        limit_s = calls.seconds(spec.timeout) or CONNECT_TIMEOUT_S
+        resolved = await resolution.resolve(selection, discovered, self._channels, ask_all=counted, within_s=limit_s)
+        named_in_s = time.monotonic() - asked
         operation.targets_incomplete = resolved.incomplete
         operation.warnings.extend(resolved.warnings)
-        self._replicas = GrpcReplicas(self._channels, resolved.identities)
+        self._replicas = GrpcReplicas(self._channels, resolved.identities, resolved.failures, named_in_s)
         self._execution = Execution(
-            operation.operation_id, spec, resolved.aims, self._replicas, on_change=self._row_changed
+            operation.operation_id,
+            spec,
+            resolved.aims,
+            self._replicas,
+            on_change=self._row_changed,
+            spent_s={aim.name: named_in_s for aim in resolved.aims if aim.address in resolved.failures},
         )
         for row in resolved.apart:
             self._rows[row.replica + row.address] = row

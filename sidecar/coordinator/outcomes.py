@@ -93,7 +93,9 @@ def unreachable(failure: Failure, address: str, within_s: float) -> Failure:
         what = f"{address} speaks gRPC and does not serve kvctl.v1.CacheAdmin. Give the sidecar's port."
         return Failure("UNAVAILABLE", NOT_A_SIDECAR, what)
     if failure.code == "DEADLINE_EXCEEDED":
-        return Failure("UNAVAILABLE", REPLICA_UNREACHABLE, f"no answer from {address} within {within_s:g} s")
+        return Failure(
+            "UNAVAILABLE", REPLICA_UNREACHABLE, f"no answer from {address} within {max(round(within_s, 1), 0.1):g} s"
+        )
     if failure.code == "UNAVAILABLE":
         return Failure("UNAVAILABLE", REPLICA_UNREACHABLE, f"{address}: {brief(text)}")
     return Failure(failure.code, failure.reason, f"{address}: {brief(text)}")
@@ -105,6 +107,8 @@ def brief(text: str) -> str:
         return "the TLS handshake failed; check --ca, --cert and --key, and whether the sidecar uses TLS at all"
     if "Domain name not found" in text or "errors resolving" in text or "DNS resolution failed" in text:
         return "the host name cannot be resolved"
+    if "SETTINGS frame" in text or "connect timeout" in text.lower() or "timed out" in text.lower():
+        return "no answer"
     if found := _SPECIFIC.search(text):
         return found[1].strip().lower()
     if "recvmsg:" in text:

@@ -37,7 +37,7 @@ async def read_admission(
             found = await calls.get_admission(channel, timeout_s, channels.metadata())
         return _row(aim, found, timeout_s)
 
-    rows = list(await asyncio.gather(*(one(aim) for aim in resolved.aims)))
+    rows, repeats = _merged(await asyncio.gather(*(one(aim) for aim in resolved.aims)))
     rows += [
         fleet_pb2.ReplicaAdmission(replica=row.replica, address=row.address, code="UNAVAILABLE", message=row.message)
         for row in resolved.apart
@@ -47,8 +47,26 @@ async def read_admission(
         replicas=sorted(rows, key=lambda row: (row.replica, row.address)),
         stalled=any(row.admission.stalled for row in rows),
         incomplete=resolved.incomplete,
-        warnings=resolved.warnings,
+        warnings=[*resolved.warnings, *repeats],
     )
+
+
+def _merged(rows: Sequence[fleet_pb2.ReplicaAdmission]) -> tuple[list[fleet_pb2.ReplicaAdmission], list[str]]:
+    """Rows without those of a further address of one replica, and a warning for each of these. Replicas are told apart
+    by the incarnations of their engines, which come with admission anyway: nobody is asked who it is.
+    """
+    kept: dict[tuple[str, ...], fleet_pb2.ReplicaAdmission] = {}
+    unknown: list[fleet_pb2.ReplicaAdmission] = []
+    warnings: list[str] = []
+    for row in rows:
+        engines = tuple(sorted(engine.engine.incarnation for engine in row.admission.engines))
+        if not all(engines) or not engines:
+            unknown.append(row)
+            continue
+        first = kept.setdefault(engines, row)
+        if first is not row:
+            warnings.append(f"{row.address} and {first.address} are one replica; it is shown once, as {first.replica}")
+    return [*kept.values(), *unknown], warnings
 
 
 def list_replicas(resolved: Resolved) -> fleet_pb2.ListReplicasResponse:

@@ -47,16 +47,22 @@ class Resolved:
 
 
 async def resolve(
-    selection: Selection, discovered: Discovered, channels: Channels, *, ask_all: bool = False
+    selection: Selection,
+    discovered: Discovered,
+    channels: Channels,
+    *,
+    ask_all: bool = False,
+    within_s: float = CONNECT_TIMEOUT_S,
 ) -> Resolved:
     """The targets a selection means. SelectorError when it means none, or names one that is not known.
 
     `ask_all`: ask every target who it is, also where that is not needed to select (rolling, or a listing).
+    `within_s`: all the time there is, when that is less than naming may take otherwise.
     """
     selectable = _selectable_unasked(selection, discovered.targets)
     asked = [t for t in discovered.targets if not t.not_ready and (ask_all or not selectable or not t.name)]
     patience = NAME_PATIENCE_S if selectable and not ask_all else CONNECT_TIMEOUT_S
-    found = await _identify(asked, channels, patience)
+    found = await _identify(asked, channels, min(patience, within_s))
     identities = {address: who for address, who in found.items() if not isinstance(who, Failure)}
     failures = {address: who for address, who in found.items() if isinstance(who, Failure)}
     chosen: list[tuple[Target, str]] = []

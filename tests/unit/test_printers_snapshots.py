@@ -15,6 +15,7 @@ from rich.console import Console
 
 from sidecar.cli import live
 from sidecar.cli.printers import admission, encoding, operation, operations, replicas, style
+from sidecar.cli.printers.operation import told
 from sidecar.client.results import fleet_result
 from sidecar.coordinator import outcomes
 
@@ -259,3 +260,12 @@ def test_a_failure_group_names_at_most_six_replicas() -> None:
     made.counts.CopyFrom(outcomes.count(made.results))
     lines = operation.summary(made)
     assert lines[1] == "  INTERNAL OPERATION_RAISED: r000, r001, r002, r003, r004, r005 and 294 more"
+
+
+def test_a_result_on_record_says_that_nothing_ran_now() -> None:
+    operation = a_reset()
+    first = next(row for row in operation.results if row.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED)
+    assert "recorded earlier" not in told(first)
+    for engine in first.reset.engines:
+        engine.status.replayed = True
+    assert told(first).endswith("(recorded earlier, nothing ran now)")

@@ -24,6 +24,8 @@ OUTCOMES: Final = {
 }
 """Outcome -> (word, tone)."""
 
+REPLAYED: Final = " (recorded earlier, nothing ran now)"
+
 NAMES_IN_SUMMARY: Final = 6
 
 
@@ -68,7 +70,7 @@ def told(row: fleet_pb2.TargetResult) -> str:
     """The right-hand column: the effect, or the reason with the replica's own words."""
     effect = effects.of_row(row)
     if row.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED:
-        return effect or row.message or "done"
+        return (effect or row.message or "done") + (REPLAYED if _replayed(row) else "")
     if row.outcome in (fleet_pb2.TARGET_OUTCOME_UNSPECIFIED, fleet_pb2.TARGET_OUTCOME_RUNNING):
         return row.message
     text = _reason_and(row.reason, row.message)
@@ -139,8 +141,15 @@ def _engines(row: fleet_pb2.TargetResult) -> Iterator[tuple[str, str, str]]:
         else:
             text = effects.scheduling([engine])
         if status.replayed:
-            text += " (recorded earlier, nothing ran now)"
+            text += REPLAYED
         yield str(status.engine.data_parallel_rank), effects.code_name(status.code), text
+
+
+def _replayed(row: fleet_pb2.TargetResult) -> bool:
+    """Whether every engine's result is one on record."""
+    which = row.WhichOneof("result")
+    engines = getattr(row, which).engines if which else []
+    return bool(engines) and all(engine.status.replayed for engine in engines)
 
 
 def _reason_and(reason: str, message: str) -> str:
