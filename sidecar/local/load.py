@@ -100,7 +100,7 @@ class Load:
 
     async def wait_midstream(self, within_seconds: float = 90.0) -> None:
         """Wait until every lane streams, and none is near its end. LoadError when that does not come."""
-        await self._until(self._all_midstream, "every stream being under way", within_seconds)
+        await self._until(lambda: self.all_midstream(_LATEST_SHARE), "every stream being under way", within_seconds)
 
     async def wait_rounds(self, rounds: int, within_seconds: float = 180.0) -> None:
         """Wait until every lane has finished this many streams."""
@@ -110,9 +110,10 @@ class Load:
             within_seconds,
         )
 
-    def _all_midstream(self) -> bool:
+    def all_midstream(self, latest_share: float) -> bool:
+        """Whether every lane streams, and none is further along than this share of its tokens."""
         current = self.under_way()
-        latest = int(self._tokens * _LATEST_SHARE)
+        latest = int(self._tokens * latest_share)
         return len(current) == len(self.lanes) and all(8 <= len(g.tokens) <= latest for g in current)
 
     async def _until(self, reached: Callable[[], bool], what: str, within_seconds: float) -> None:

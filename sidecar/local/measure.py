@@ -48,6 +48,10 @@ _PROBE_LANE: Final = 1000
 _TOKENS_AFTER: Final = 24
 """Tokens that every stream gets after an operation before its effect is read off."""
 
+_LATEST_SHARE: Final = 0.85
+"""A stream further along than this may end before the reset that it is meant to span."""
+_TRIES: Final = 8
+
 Tell = Callable[[str], None]
 
 
@@ -114,11 +118,8 @@ async def _control(watched: _Watched) -> bool:
 
 
 async def _run_mode(mode: Mode, watched: Sequence[_Watched], channels: Channels) -> ModeFigures:
-    await asyncio.gather(*(each.load.wait_midstream() for each in watched))
-    for each in watched:
-        each.load.close_gate()
     probing = mode != "preempt"  # restarted requests fill the cache again at once: a probe would say nothing
-    before = [await each.probe() if probing else 0 for each in watched]
+    before = await _all_under_way(watched, probing=probing)
     spanning = [each.load.under_way() for each in watched]
     marked = [generation for streams in spanning for generation in streams]
     given = {id(generation): len(generation.tokens) for generation in marked}
@@ -156,6 +157,22 @@ async def _run_mode(mode: Mode, watched: Sequence[_Watched], channels: Channels)
         recomputed_tokens=sum(now.not_given - was.not_given for was, now in spent),
         probes=probes,
     )
+
+
+async def _all_under_way(watched: Sequence[_Watched], *, probing: bool) -> list[int]:
+    """Close the gates while every stream of every replica is under way at once; the probes' cached tokens. On a busy
+    machine one replica's streams end while another is waited for: then they all go on, and it is tried again.
+    """
+    for _ in range(_TRIES):
+        await asyncio.gather(*(each.load.wait_midstream() for each in watched))
+        for each in watched:
+            each.load.close_gate()
+        cached = await asyncio.gather(*(each.probe() for each in watched)) if probing else [0] * len(watched)
+        if all(each.load.all_midstream(_LATEST_SHARE) for each in watched):
+            return cached
+        for each in watched:
+            each.load.open_gate()
+    raise LoadError(f"in {_TRIES} tries the streams never ran on every replica at once: the machine is too busy")
 
 
 async def _until_each_has(streams: Sequence[Generation], wanted: dict[int, int]) -> None:

@@ -131,6 +131,18 @@ async def test_a_closed_gate_lets_streams_end_and_starts_none():
         await load.stop()
 
 
+def test_streams_span_an_operation_only_while_every_lane_has_one_that_is_not_near_its_end():
+    load = Load("127.0.0.1:1", lanes=2, tokens=100)
+    streams = [Generation(lane.prompt, 100, tokens=[7] * 50) for lane in load.lanes]
+    for lane, stream in zip(load.lanes, streams, strict=True):
+        lane.generations = [stream]
+    assert load.all_midstream(0.85)
+    streams[1].tokens = [7] * 90
+    assert not load.all_midstream(0.85)
+    streams[1].finished = True
+    assert not load.all_midstream(1.0)
+
+
 async def test_a_load_whose_first_stream_fails_says_so():
     async with server(says(b"HTTP/1.1 500 no\r\n\r\n")) as api:
         load = Load(api, lanes=1)
