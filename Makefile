@@ -83,7 +83,10 @@ generated: generate ## proto/gen is what the API generates
 	@git diff --exit-code --stat -- proto/gen && test -z "$$(git status --porcelain -- proto/gen)" || \
 	  { echo "proto/gen is not what proto/kvctl generates: commit what 'make generate' made" >&2; exit 1; }
 
-run dev all: # what .venv must hold: to run kvctl and vLLM, to develop without vLLM, everything
+run: ## Set up .venv with kvctl and vLLM on the CPU, for trying things by hand
+	@.ci/setup $@
+
+dev all: # to develop without vLLM; everything
 	@.ci/setup $@
 
 clean: ## Remove .venv and everything made here
