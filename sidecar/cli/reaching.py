@@ -56,9 +56,9 @@ def open_reach(settings: Settings) -> Reach:
 
 def security_of(settings: Settings) -> ClientSecurity:
     """How to prove who we are and whom to trust."""
-    _check_files(settings)
     wants_tls = bool(settings.ca or settings.cert or settings.key or settings.server_name)
     tls = ClientTls(_path(settings.ca), _path(settings.cert), _path(settings.key), settings.server_name)
+    _check_files(settings)
     return ClientSecurity(tls if wants_tls else None, _path(settings.token_file), settings.insecure)
 
 

@@ -55,12 +55,13 @@ def _merged(rows: Sequence[fleet_pb2.ReplicaAdmission]) -> tuple[list[fleet_pb2.
     """Rows without those of a further address of one replica, and a warning for each of these. Replicas are told apart
     by the incarnations of their engines, which come with admission anyway: nobody is asked who it is.
     """
-    kept: dict[tuple[str, ...], fleet_pb2.ReplicaAdmission] = {}
+    kept: dict[tuple[tuple[str, int], ...], fleet_pb2.ReplicaAdmission] = {}
     unknown: list[fleet_pb2.ReplicaAdmission] = []
     warnings: list[str] = []
     for row in rows:
-        engines = tuple(sorted(engine.engine.incarnation for engine in row.admission.engines))
-        if not all(engines) or not engines:
+        found = [engine.engine for engine in row.admission.engines]
+        engines = tuple(sorted((engine.incarnation, engine.data_parallel_rank) for engine in found))
+        if not engines or not all(engine.incarnation for engine in found):
             unknown.append(row)
             continue
         first = kept.setdefault(engines, row)

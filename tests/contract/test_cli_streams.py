@@ -68,3 +68,11 @@ def test_doctor_finds_a_stopped_engine(tmp_path: Path) -> None:
         done = kvctl(tmp_path, "doctor", "--inventory", str(inventory), KVCTL_ENGINE_DIR=str(tmp_path / "none"))
     assert done.returncode == 1
     assert "kill -CONT 4242" in " ".join(done.stdout.split())
+
+
+def test_ctrl_c_while_modules_are_read_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt\n")
+    surroundings = environment(tmp_path)
+    surroundings["PYTHONPATH"] = f"{tmp_path}:{surroundings['PYTHONPATH']}"
+    done = subprocess.run([*KVCTL, "version"], capture_output=True, text=True, env=surroundings, check=False)
+    assert (done.returncode, done.stderr) == (130, "kvctl: interrupted\n")
