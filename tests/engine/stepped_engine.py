@@ -200,7 +200,17 @@ class SteppedEngine(EngineCoreProc):
         self.has_coordinator = self.publish_dp_lb_stats = self.enable_fault_tolerance = False
         self.last_counts = (0, 0)
         self.process_input_queue_block = True
+        self.paused_by_client = False
+        """Whether vLLM's own client has paused it and nobody has resumed it since."""
         EngineCore.__init__(self, config, Executor.get_class(config), True)
+
+    def pause_scheduler(self, mode: Any = "abort", clear_cache: bool = True) -> Any:
+        self.paused_by_client = True
+        return super().pause_scheduler(mode, clear_cache)
+
+    def resume_scheduler(self) -> None:
+        self.paused_by_client = False
+        super().resume_scheduler()
 
 
 class Loop:
@@ -232,6 +242,13 @@ class Loop:
         self.engine: Any = SteppedEngine(config)
         self.bridge: Any = hooks.attach_to_process(self.engine)
         assert self.bridge is not None
+        resume = self.bridge._port.resume
+
+        def noticed() -> None:
+            resume()
+            self.engine.paused_by_client = False
+
+        self.bridge._port.resume = noticed
 
     @property
     def scheduler(self) -> Any:
@@ -310,7 +327,9 @@ class Loop:
 
 
 def assert_references_sound(scheduler: Any) -> None:
-    """A block's reference count is the number of those who hold it: requests, and frees that wait for a step."""
+    """A block's reference count is the number of those who hold it: requests, and frees that wait for a step. A block
+    that carries a hash is found by it.
+    """
     groups = scheduler.kv_cache_manager.coordinator.single_type_managers
     tables = [table for group in groups for table in group.req_to_blocks.values()]
     tables += [blocks for _, blocks in scheduler.deferred_frees]
@@ -321,3 +340,7 @@ def assert_references_sound(scheduler: Any) -> None:
             counted[block.block_id] += 1
     for block in pool.blocks:
         assert block.is_null or block.ref_cnt == counted[block.block_id], (block, int(counted[block.block_id]))
+    for block in pool.blocks:
+        if block.block_hash is not None:
+            found = pool.cached_block_hash_to_block._cache.get(block.block_hash, {})
+            assert block is found or block.block_id in found, f"a hash that nobody finds: {block}"

@@ -51,23 +51,32 @@ IDS = [str(uuid.UUID(int=number)) for number in range(1, 7)]
 request_ids = st.sampled_from([*IDS, IDS[0].upper(), f"urn:uuid:{IDS[1]}", "nonsense"])
 offsets = st.sampled_from([HOUR_NS, HOUR_NS, HOUR_NS, FOREVER, 10**8, 10**6, 10**4, -(10**9)])
 """Of a deadline from now, ns."""
+paces = st.sampled_from([1_000, 0, 400_000, 2_000_000])
+"""Of the clock, ns a look; at the longest every slice ends at its first yield."""
 leases = st.sampled_from([10**6, 10**9, HOUR_NS, HOUR_NS, 2**62, 2**64 - 1, -5])
 running = st.sampled_from(["fail", "preempt", "keep"])
+afterthoughts = st.sampled_from(["", "", "again", "again", "otherwise", "cancel", "late"])
 coin = st.booleans()
 rarely = st.sampled_from([False, False, False, True])
 LONG = "long"
 """Stands for a text of 65,300 characters, which nobody wants to see printed."""
 versions = st.sampled_from(["", "v1", "é" * 40, LONG])
 
-mutations = st.one_of(
+resets = st.one_of(
     st.builds(protocol.Reset, st.just(0), request_ids, offsets, running, coin, rarely, rarely, coin, rarely, rarely),
+    st.builds(protocol.Reset, st.just(0), request_ids, offsets, running, reorder=coin),
     st.builds(protocol.Reset, st.just(0), request_ids, offsets, st.just("fail"), wait_for_idle=st.just(True)),
     st.builds(protocol.Reset, st.just(0), request_ids, offsets, st.just("keep"), quarantine=coin, reorder=coin),
+)
+smaller = st.one_of(
     st.builds(protocol.Reorder, st.just(0), request_ids, offsets, st.sampled_from(["idle", "uncached", "all_free"])),
     st.builds(protocol.Relieve, st.just(0), request_ids, offsets),
+)
+pauses = st.one_of(
     st.builds(protocol.Pause, st.just(0), request_ids, offsets, leases, coin),
     st.builds(protocol.Resume, st.just(0), request_ids, offsets, st.sampled_from(["", *IDS[:3]]), versions),
 )
+mutations = resets | smaller | pauses
 questions = st.one_of(
     st.builds(protocol.Renew, st.just(0), request_ids, leases, coin),
     st.builds(protocol.Admission, st.just(0), st.sampled_from([0, 1, 4096, -1, 2**63])),
@@ -111,13 +120,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.loop: Loop | None = None
 
     @initialize(
-        connector=coin,
+        connector=st.sampled_from([True, True, False]),
         policy=st.sampled_from(["fcfs", "priority"]),
         uncached=rarely,
         busy=st.integers(0, 6),
         turns=st.integers(1, 12),
+        pace=paces,
     )
-    def boot(self, connector: bool, policy: str, uncached: bool, busy: int, turns: int) -> None:
+    def boot(self, connector: bool, policy: str, uncached: bool, busy: int, turns: int, pace: int) -> None:
         self.loop = loop = Loop(
             asynchronous=self.asynchronous,
             connector=connector,
@@ -128,6 +138,7 @@ class EngineMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
             enable_prefix_caching=not uncached,
         )
+        loop.clock.pace = pace
         self.asked: dict[str, tuple[list[int], int]] = {}
         self.said: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
@@ -136,6 +147,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.vandal = Caller(loop)
         self.past: list[Any] = []
         self.steps_seen = 0
+        self.began = loop.clock.now
         self.fresh = 0
         self.page = PageReader(loop.bridge.page.path)
         for number in range(busy):
@@ -213,35 +225,56 @@ class EngineMachine(RuleBasedStateMachine):
         landing=st.integers(0, 3),
         answer=st.sampled_from([True, False, None, RuntimeError("boom")]),
         ns=st.sampled_from([0, 10**5, 10**7, 2 * 10**9, 2 * HOUR_NS]),
-        pace=st.sampled_from([0, 1_000, 400_000, 2_000_000]),
+        pace=paces,
+        turns=st.integers(0, 3),
     )
-    def the_world_moves(self, landing: int, answer: Any, ns: int, pace: int) -> None:
+    def the_world_moves(self, landing: int, answer: Any, ns: int, pace: int, turns: int) -> None:
         """Loads end, time passes fast or slowly, the remote changes its mind."""
         self.loop.executor.landing += landing
         self.loop.clock.now += ns
         self.loop.clock.pace = pace
         if self.loop.scheduler.connector is not None:
             self.loop.scheduler.connector.answer = answer
+        self._turns(turns)
 
     # --- clients of the bridge -----------------------------------------------------------------------------------
 
-    @rule(caller=st.integers(0, 1), mutation=mutations, turns=st.integers(0, 4))
-    def mutate(self, caller: int, mutation: Any, turns: int) -> None:
-        deadline = (
-            mutation.deadline_ns if mutation.deadline_ns == FOREVER else self.loop.clock.now + mutation.deadline_ns
-        )
-        mutation = msgspec.structs.replace(mutation, deadline_ns=deadline)
+    @rule(caller=st.integers(0, 1), mutation=resets, fresh=coin, turns=st.integers(0, 3), then=afterthoughts)
+    def reset(self, caller: int, mutation: Any, fresh: bool, turns: int, then: str) -> None:
+        self._mutate(caller, mutation, fresh, turns, then)
+
+    @rule(caller=st.integers(0, 1), mutation=smaller, fresh=coin, turns=st.integers(0, 3), then=afterthoughts)
+    def reorder_or_relieve(self, caller: int, mutation: Any, fresh: bool, turns: int, then: str) -> None:
+        self._mutate(caller, mutation, fresh, turns, then)
+
+    @rule(caller=st.integers(0, 1), mutation=pauses, fresh=coin, turns=st.integers(0, 3), then=afterthoughts)
+    def pause_or_resume(self, caller: int, mutation: Any, fresh: bool, turns: int, then: str) -> None:
+        self._mutate(caller, mutation, fresh, turns, then)
+
+    def _mutate(self, caller: int, mutation: Any, fresh: bool, turns: int, then: str) -> None:
+        loop = self.loop
+        changes: dict[str, Any] = {}
+        if mutation.deadline_ns != FOREVER:
+            changes["deadline_ns"] = loop.clock.now + mutation.deadline_ns
         if getattr(mutation, "weight_version", "") == LONG:
-            mutation = msgspec.structs.replace(mutation, weight_version=LONG * 16_325)
+            changes["weight_version"] = LONG * 16_325
+        if fresh:
+            self.fresh += 1
+            changes["request_id"] = str(uuid.UUID(int=1000 + self.fresh))
+        mutation = msgspec.structs.replace(mutation, **changes)
         self.past.append(mutation)
         self.callers[caller].say(mutation)
         self._turns(turns)
-
-    @rule(caller=st.integers(0, 1), mutation=mutations, turns=st.integers(0, 3))
-    def mutate_by_a_new_id(self, caller: int, mutation: Any, turns: int) -> None:
-        self.fresh += 1
-        mutation = msgspec.structs.replace(mutation, request_id=str(uuid.UUID(int=1000 + self.fresh)))
-        self.mutate(caller, mutation, turns)
+        other = self.callers[1 - caller]
+        if then == "again":
+            other.say(mutation)
+        elif then == "otherwise":
+            other.say(protocol.Relieve(0, mutation.request_id, loop.clock.now + HOUR_NS))
+        elif then == "cancel":
+            other.say(protocol.Cancel(0, mutation.request_id))
+        elif then == "late":
+            loop.clock.now += 2 * HOUR_NS
+        self._turns(turns)
 
     @rule(caller=st.integers(0, 1), question=questions, turns=st.integers(0, 1))
     def ask(self, caller: int, question: Any, turns: int) -> None:
@@ -318,8 +351,18 @@ class EngineMachine(RuleBasedStateMachine):
     def _turns(self, count: int) -> None:
         for _ in range(count):
             if not self.loop.turn():
+                self._nothing_is_overdue()
                 break
             self._listen()
+
+    def _nothing_is_overdue(self) -> None:
+        """The engine blocks and nothing wakes it: then nothing may be left to do for it."""
+        dispatcher, now = self.loop.bridge._dispatcher, self.loop.clock.now
+        assert not self.loop.bridge._listener._epoll.poll(0), "the engine sleeps over messages"
+        assert not dispatcher.wants_turn, "the engine sleeps over an operation"
+        active, lease = dispatcher._active, dispatcher.memory.lease
+        assert active is None or now < active.request.deadline_ns, "the engine sleeps over a deadline"
+        assert lease is None or now < lease.expires_ns, "the engine sleeps over a lease"
 
     def _listen(self) -> None:
         for output in self.loop.outputs():
@@ -340,6 +383,8 @@ class EngineMachine(RuleBasedStateMachine):
         if isinstance(reply, protocol.Outcome):
             assert reply.operation == type(request).__name__.lower()
             assert reply.state != "raised", reply
+            late = getattr(request, "deadline_ns", FOREVER) <= self.began
+            assert not (late and reply.state == "done" and not reply.replayed), "done after its deadline"
             if not isinstance(request, protocol.Renew) and _is_uuid(request.request_id):
                 self._outcome(reply)
         if isinstance(reply, protocol.Found) and reply.outcome is not None:
@@ -383,16 +428,16 @@ class EngineMachine(RuleBasedStateMachine):
         """Looked at when the socket has nothing left to take: what is still open waits for the operation in force."""
         if self.loop.bridge._listener._epoll.poll(0):
             return
-        active = self.loop.bridge._dispatcher._active
+        dispatcher = self.loop.bridge._dispatcher
+        active = dispatcher._active
+        if active is None and dispatcher.memory.lease is None and not dispatcher.memory.abandoned:
+            assert self.loop.engine.paused_by_client or not self.loop.engine.is_scheduler_paused(), "paused by nobody"
         for caller in self.callers:
             for request in caller.open.values():
                 assert active is not None, f"forgotten: {request}"
                 assert str(uuid.UUID(request.request_id)) == active.request.request_id, f"forgotten: {request}"  # type: ignore[union-attr]
-                assert fingerprint(
-                    msgspec.structs.replace(request, request_id=active.request.request_id)
-                ) == fingerprint(  # type: ignore[type-var]
-                    active.request
-                )
+                same: Any = msgspec.structs.replace(request, request_id=active.request.request_id)  # type: ignore[type-var]
+                assert fingerprint(same) == fingerprint(active.request), f"forgotten: {request}"
 
     # --- the end -------------------------------------------------------------------------------------------------
 
