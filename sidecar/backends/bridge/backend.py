@@ -287,13 +287,13 @@ class BridgeEngine:
             if isinstance(ready, Unreachable):
                 return self._died() if sent else ready
             if ready is None:
-                return self._lost(mutation.request_id, began, deadline_ns, sent=sent)
+                return self._lost(mutation, began, deadline_ns, sent=sent)
             call = ready.next_call()
             request = msgspec.structs.replace(mutation, call=call, deadline_ns=deadline_ns)
             try:
                 reply = await ready.call(request, call, patience)
             except NoAnswer as error:
-                return self._lost(mutation.request_id, began, deadline_ns, sent=sent or error.sent)
+                return self._lost(mutation, began, deadline_ns, sent=sent or error.sent)
             except ConnectionGone as error:
                 sent = sent or error.sent
                 await asyncio.sleep(0.01)  # let the keeper see the end before it is asked again
@@ -368,7 +368,7 @@ class BridgeEngine:
             sent=True,
         )
 
-    def _lost(self, request_id: str, began_ns: int, deadline_ns: int, *, sent: bool) -> Submitted:
+    def _lost(self, mutation: protocol.Mutation, began_ns: int, deadline_ns: int, *, sent: bool) -> Submitted:
         """What can be said when no answer came by the deadline."""
         doing = self._doing()
         if not sent:
@@ -378,11 +378,15 @@ class BridgeEngine:
         snapshot = self._page_or_none()
         if snapshot is None:
             return Lost("unknown", f"{self._name} gave no answer and its page cannot be read; ask again by request id")
-        if snapshot.has_started(request_id):
+        if snapshot.has_started(mutation.request_id):
             return Lost("unknown", f"{self._name} had started it and gave no answer: {doing}; ask again by request id")
         overwritten = len(snapshot.started) == page.STARTED_SLOTS and snapshot.started[0][1] > began_ns
         if overwritten or time.monotonic_ns() <= deadline_ns:
             return Lost("unknown", f"{self._name} gave no answer: {doing}; ask again by request id")
+        if isinstance(mutation, protocol.Reset) and mutation.wait_for_idle:
+            # It waits unstarted until a moment comes, and its "never" can be late by one long step.
+            message = f"{self._name} found no moment without a held block by the deadline, and will not run it: {doing}"
+            return Lost("not_executed", message, "NEVER_IDLE")
         return Lost("not_executed", f"{self._name} did not take it up by the deadline and will not run it: {doing}")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvctl.v1 import types_pb2
+
 NEXT: Final = {
     "BLOCKS_HELD_BY_REQUESTS": "use --mode keep (interrupts nobody), --wait-for-idle, or --mode preempt",
     "BLOCKS_HELD_BY_TRANSFERS": "transfers end by themselves: try again with --wait, or use --mode keep",
@@ -36,7 +38,16 @@ NEXT: Final = {
 }
 """Reason -> one line. `{operation_id}` is filled in."""
 
+_NEXT_OF_REORDER: Final = {
+    "BLOCKS_HELD_BY_REQUESTS": "use --scope uncached or --scope all-free: both work while requests run",
+    "BLOCKS_HELD_BY_TRANSFERS": "try again with --wait, or use --scope uncached or all-free",
+    "HELD_WHILE_PAUSED": "use --scope uncached or all-free, or resume first: `kvctl scheduling resume`",
+}
+"""Where a reorder's way out is another than a reset's."""
 
-def advise(reason: str, operation_id: str = "") -> str:
-    """What to do about a reason; empty when there is nothing to add."""
+
+def advise(reason: str, operation_id: str = "", kind: types_pb2.OperationKind.ValueType | None = None) -> str:
+    """What to do about a reason of an operation of this kind; empty when there is nothing to add."""
+    if kind == types_pb2.OPERATION_KIND_REORDER and reason in _NEXT_OF_REORDER:
+        return _NEXT_OF_REORDER[reason]
     return NEXT.get(reason, "").replace("{operation_id}", operation_id)

@@ -108,7 +108,7 @@ def _groups(operation: fleet_pb2.FleetOperation) -> Iterator[str]:
         shown = ", ".join(names[:NAMES_IN_SUMMARY])
         rest = len(names) - NAMES_IN_SUMMARY
         yield f"  {code} {reason}: {shown}{f' and {rest} more' if rest > 0 else ''}".replace(" :", ":")
-        if hint := advice.advise(reason, operation.operation_id):
+        if hint := advice.advise(reason, operation.operation_id, operation.kind):
             yield f"    -> {hint}"
 
 
