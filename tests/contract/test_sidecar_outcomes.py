@@ -139,7 +139,7 @@ def test_a_wait_for_idle_that_ends_in_a_long_step_says_that_no_idle_moment_came(
 def test_an_operation_that_had_started_is_unknown_until_asked_again_by_its_id(bench):
     engine, sidecar = bench.engine(), bench.sidecar()
     sidecar.wait_ready()
-    engine.do("slow", method="drop_prefix_cache", seconds=2.0)
+    engine.do("slow", method="drop_prefix_cache", seconds=DEADLINE_S + 1.5)
     request_id = str(uuid.uuid4())
     answer, took = timed(lambda: reset(sidecar, DEADLINE_S, request_id=request_id))
     error = failed(answer)
