@@ -320,7 +320,7 @@ def _of_engine(replica: str, sidecar_version: str, engine: types_pb2.EngineInfo)
     subject = f"engine {replica}/{engine.engine.data_parallel_rank}"
     if not engine.connected:
         text = engine.unavailable_reason or "does not answer"
-        yield Finding("wrong", subject, text, "`kvctl admission` shows whether it starts, hangs or is gone")
+        yield Finding("wrong", subject, text, "if its process has ended, restart it: the sidecar finds it by itself")
         return
     kind = "bridge" if engine.backend == types_pb2.BACKEND_KIND_BRIDGE else "HTTP only"
     text = f"vLLM {engine.vllm_version or 'unknown'}, {kind}"

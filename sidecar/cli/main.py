@@ -29,7 +29,7 @@ COMMANDS = {
     "replicas": Entry(f"{_AT}.replicas:replicas", "List replicas: who they are, versions, what they can do."),
     "top": Entry(f"{_AT}.top:top", "Watch the fleet on a live screen."),
     "scheduling": Entry(f"{_AT}.scheduling:scheduling", "Pause and resume the schedulers of engines."),
-    "ops": Entry(f"{_AT}.ops:ops", "Operations on record at the coordinator or a replica."),
+    "ops": Entry(f"{_AT}.ops:ops", "Operations on record at the coordinator."),
     "doctor": Entry(f"{_AT}.doctor:doctor", "Check everything between here and the engines, and say what to do."),
     "local": Entry(f"{_AT}.local:local", "Run a small fleet of real engines on this machine."),
     "demo": Entry(f"{_AT}.local:demo", "See what kvctl promises, measured on real engines."),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from kvctl.v1 import types_pb2
+from kvctl.v1 import fleet_pb2, replica_pb2, types_pb2
 
 from sidecar.cli.printers.advice import advise
+from sidecar.cli.printers.operation import told
 
 
 @pytest.mark.parametrize("reason", ["BLOCKS_HELD_BY_REQUESTS", "BLOCKS_HELD_BY_TRANSFERS", "HELD_WHILE_PAUSED"])
@@ -14,3 +15,14 @@ def test_a_refused_reorder_is_not_answered_with_options_of_reset(reason: str) ->
     assert "--scope" in hint
     assert "--mode" not in hint
     assert "--mode" in advise(reason, kind=types_pb2.OPERATION_KIND_RESET)
+
+
+def test_a_refused_dry_run_speaks_of_no_engine_that_would_run() -> None:
+    engine = types_pb2.EngineReset(status=types_pb2.EngineStatus(code=9, reason="BLOCKS_HELD_BY_REQUESTS"))
+    row = fleet_pb2.TargetResult(
+        outcome=fleet_pb2.TARGET_OUTCOME_FAILED,
+        reason="BLOCKS_HELD_BY_REQUESTS",
+        message="4 requests run",
+        reset=replica_pb2.ResetPrefixCacheResponse(validate_only=True, engines=[engine]),
+    )
+    assert told(row) == "BLOCKS_HELD_BY_REQUESTS: 4 requests run"

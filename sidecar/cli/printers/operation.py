@@ -74,7 +74,8 @@ def told(row: fleet_pb2.TargetResult) -> str:
     if row.outcome in (fleet_pb2.TARGET_OUTCOME_UNSPECIFIED, fleet_pb2.TARGET_OUTCOME_RUNNING):
         return row.message
     text = _reason_and(row.reason, row.message)
-    return f"{text}; the other engines: {effect}" if effect else text
+    dry = row.reset.validate_only or row.reorder.validate_only or row.relieve.validate_only
+    return f"{text}; the other engines: {effect}" if effect and not dry else text
 
 
 def summary(operation: fleet_pb2.FleetOperation) -> list[str]:
