@@ -31,8 +31,16 @@ ROOT = Path(__file__).resolve().parents[2]
 REQUESTS = 8
 PROMPT_TOKENS = 64
 STEP_MS = (0.0, 5.0)
-POLL_HZ = (10, 100)
+POLLS = {
+    "bridge polled at 10 Hz": (10, 0),
+    "bridge polled at 100 Hz": (100, 0),
+    "bridge, AdmissionStatus at 10 Hz": (10, 4096),
+    "bridge, AdmissionStatus at 100 Hz": (100, 4096),
+}
+"""Questions a second, and how many free blocks each has looked at for contiguity: none when the sidecar samples by
+itself, as many as in `sampler.STATUS_CONTIGUITY_BLOCKS` when somebody asks for AdmissionStatus."""
 NOISE_FLOOR = 0.02
+WARM_UP_STEPS = 150
 ALSO_BARE = "no bridge, another process"
 
 
@@ -105,17 +113,17 @@ class Poller:
         self._process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     @contextmanager
-    def polling(self, rate: int) -> Iterator[None]:
-        self._tell(str(rate))
+    def polling(self, rate: int, contiguity_blocks: int) -> Iterator[None]:
+        self._tell(f"{rate} {contiguity_blocks}")
         try:
             yield
         finally:
-            self._tell("0")
+            self._tell("0 0")
 
-    def _tell(self, rate: str) -> None:
+    def _tell(self, order: str) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(rate + "\n")
+        self._process.stdin.write(order + "\n")
         self._process.stdin.flush()
         if not self._process.stdout.readline():
             raise RuntimeError("the poller ended")
@@ -127,11 +135,11 @@ class Poller:
 
 
 def as_poller(directory: Path) -> int:
-    """The polling process: a rate a line on stdin, 0 to rest."""
+    """The polling process: a line on stdin has questions a second (0 to rest) and blocks to look at."""
     import select
 
     (path,) = directory.glob("engine-*.sock")
-    rate = 0.0
+    rate, contiguity_blocks = 0.0, 0
     with BridgeClient(path) as client:
         due = time.monotonic()
         while True:
@@ -140,10 +148,11 @@ def as_poller(directory: Path) -> int:
                 line = os.read(0, 64).decode()
                 if not line:
                     return 0
-                rate, due = float(line), time.monotonic()
+                rate, contiguity_blocks = float(line.split()[0]), int(line.split()[1])
+                due = time.monotonic()
                 os.write(1, b"ok\n")
                 continue
-            client.admission()
+            client.admission(contiguity_blocks)
             due += 1 / rate
 
 
@@ -156,13 +165,15 @@ def measure_at(step_ms: float, rounds: int, seconds: float, report: Report) -> N
             engines[name] = stack.enter_context(engine(directory, step_ms, bridge=name == "bridge"))
         poller = Poller(engines["bridge"].directory)
         stack.callback(poller.close)
-        # The first work warms an engine up, and says how many steps fill a turn.
-        paces = [pace(each, 100) for each in engines.values()]
-        steps = max(50, min(4000 - PROMPT_TOKENS, int(seconds * paces[0].steps_per_second)))
+        # The first work warms an engine up, the second says how many steps fill a turn.
+        for each in engines.values():
+            pace(each, WARM_UP_STEPS)
+        rate = max(pace(each, WARM_UP_STEPS).steps_per_second for each in engines.values())
+        steps = max(WARM_UP_STEPS, min(4000 - PROMPT_TOKENS, int(seconds * rate)))
         costs: dict[str, list[float]] = {}
 
-        def turn(name: str, engine: Engine, rate: int = 0) -> float:
-            with poller.polling(rate) if rate else nullcontext():
+        def turn(name: str, engine: Engine, poll: tuple[int, int] | None = None) -> float:
+            with poller.polling(*poll) if poll else nullcontext():
                 found = pace(engine, steps)
             costs.setdefault(name, []).append(found.processor_us_per_step)
             return found.steps_per_second
@@ -171,9 +182,8 @@ def measure_at(step_ms: float, rounds: int, seconds: float, report: Report) -> N
             ALSO_BARE: lambda: turn(ALSO_BARE, engines["bare too"]),
             "bridge idle": lambda: turn("bridge idle", engines["bridge"]),
         }
-        for rate in POLL_HZ:
-            name = f"bridge polled at {rate} Hz"
-            others[name] = lambda name=name, rate=rate: turn(name, engines["bridge"], rate)
+        for name, poll in POLLS.items():
+            others[name] = lambda name=name, poll=poll: turn(name, engines["bridge"], poll)
         progress(f"steps of {step_ms:g} ms: {rounds} rounds of {steps} steps")
         turns = take_turns(lambda: turn("no bridge", engines["bare"]), others, rounds)
     table = Table(
@@ -186,11 +196,12 @@ def measure_at(step_ms: float, rounds: int, seconds: float, report: Report) -> N
     table.rows += [[name, turns.median(name), turns.ratio(name).text, processor[name]] for name in others]
     report.tables.append(table)
     floor = min(turns.ratio(ALSO_BARE).low, turns.noise().low, 1 - NOISE_FLOOR)
+    unit = f"of its steps/s (it against itself: {turns.noise().text})"
     for name in list(others)[1:]:
         more = processor[name] - processor["no bridge"]
         why = f"the noise of this run explains no less than {floor:.2f}; the engine spent {more:+.1f} µs more a step"
         text = f"{name}, steps of {step_ms:g} ms: within noise of no bridge"
-        report.aim(text, turns.ratio(name).median, floor, "of its steps/s", why, least=True)
+        report.aim(text, turns.ratio(name).median, floor, unit, why, least=True)
 
 
 def measure(quick: bool) -> Report:
