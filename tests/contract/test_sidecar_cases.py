@@ -198,9 +198,11 @@ def test_a_trace_context_is_taken_up_and_shown(sidecar, start_engine):
 
 def test_an_audit_log_that_cannot_be_written_stops_the_mutation_before_it_begins(engine_dir, tmp_path):
     engine = EngineProcess(engine_dir)
-    sidecar = SidecarProcess(engine_dir, tmp_path, "--audit-log", "/dev/full")
+    sidecar = SidecarProcess(engine_dir, tmp_path)
     try:
         sidecar.wait_ready()
+        sidecar.audit_file.unlink()
+        sidecar.audit_file.mkdir()
         error = refused(sidecar, running_requests=KEEP)
         assert (error.code, error.reason) == (Code.INTERNAL, "STORE_FAILED")
         assert "nothing was changed" in error.message

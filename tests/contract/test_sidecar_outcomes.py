@@ -187,15 +187,15 @@ def test_an_engine_stopped_during_an_operation_is_unknown_within_the_deadline(be
     engine.do("slow", method="drop_prefix_cache", seconds=0.5)
     request_id = str(uuid.uuid4())
     answers: list[object] = []
-    call = lambda: answers.append(timed(lambda: reset(sidecar, 1.5, request_id=request_id)))  # noqa: E731
+    call = lambda: answers.append(timed(lambda: reset(sidecar, DEADLINE_S, request_id=request_id)))  # noqa: E731
     thread = threading.Thread(target=call)
     thread.start()
     wait_until(lambda: len(sidecar.audit()) == 1, 3)
     time.sleep(0.2)
     engine.freeze()
-    thread.join(5)
+    thread.join(10)
     answer, took = answers[0]
-    assert took < 1.5 + SLACK_S
+    assert took < DEADLINE_S + SLACK_S
     assert failed(answer).reason == "OUTCOME_UNKNOWN"
     assert "stopped" in failed(answer).message
     engine.thaw()
@@ -324,7 +324,8 @@ def test_an_operation_of_another_sidecar_is_named(bench):
     )
     thread = threading.Thread(target=call)
     thread.start()
-    wait_until(lambda: failed(reset(other)).code is Code.ABORTED, 3)
+    # Until the first is armed, the other may simply succeed.
+    wait_until(lambda: getattr(reset(other), "code", None) is Code.ABORTED, 5)
     error = failed(reset(other))
     assert (error.reason, error.metadata["other_request_id"]) == ("OPERATION_IN_PROGRESS", request_id)
     engine.do("release")
