@@ -130,10 +130,15 @@ class WeightUpdate:
         known = set(self.lost)
         timeout_s = self._plan.step_timeout_s
         request = self._reset_request()
+
+        async def finish(lease: Lease) -> None:
+            # One replica's steps wait for each other and for nobody else's: a lost one keeps no other paused.
+            await lease.complete(min(timeout_s, self._plan.lease_s))
+            await lease.reset(request, timeout_s)
+            await lease.resume(self._plan.weight_version, timeout_s)
+
         try:
-            await self._each(lambda lease: lease.complete(min(timeout_s, self._plan.lease_s)))
-            await self._each(lambda lease: lease.reset(request, timeout_s))
-            await self._each(lambda lease: lease.resume(self._plan.weight_version, timeout_s))
+            await self._each(finish)
         finally:
             await self._each(lambda lease: lease.close())
         self._tell_lost("was lost on the way", apart_from=known)
@@ -143,7 +148,8 @@ class WeightUpdate:
     async def _abandon(self) -> None:
         """The body raised: the weights may be half written."""
         then = "resume" if self._plan.on_abandon == "resume" else "stay paused (verdict PAUSED, ABANDONED_UPDATE)"
-        _log.error("weight update %s was abandoned: %d replicas reset and %s", self.update_id, len(self.replicas), then)
+        text = "weight update %s was abandoned: within a second %d replicas reset by themselves and %s"
+        _log.error(text, self.update_id, len(self.replicas), then)
         try:
             await self._each(lambda lease: lease.abandon(min(self._plan.step_timeout_s, self._plan.lease_s)))
         finally:

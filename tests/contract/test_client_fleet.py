@@ -204,6 +204,28 @@ async def test_a_replica_lost_on_the_way_does_not_hold_up_the_others() -> None:
     assert [type(r).__name__ for r in lost.requests] == ["PauseSchedulingRequest"]
 
 
+async def test_replicas_resume_while_another_still_tries_to_say_that_its_weights_are_whole() -> None:
+    good, slow = FakeSidecar("good"), FakeSidecar("slow")
+    resumed = asyncio.Event()
+
+    async def note_resume(kind: str) -> None:
+        if kind == "resume":
+            resumed.set()
+
+    async def wait_for_the_other(kind: str) -> None:
+        if kind == "reset":
+            await asyncio.wait_for(resumed.wait(), 10)
+
+    good.before, slow.before = note_resume, wait_for_the_other
+    async with (
+        serving(good, slow) as addresses,
+        aio.Fleet(addresses) as fleet,
+        fleet.weight_update("v2", step_timeout_s=15) as update,
+    ):
+        pass
+    assert not update.lost
+
+
 async def test_a_replica_that_cannot_be_reset_is_not_resumed_with_stale_cache() -> None:
     fake, other = FakeSidecar("r0"), FakeSidecar("r1")
 
