@@ -24,10 +24,10 @@ PAGE_BYTES: Final = 4096
 PAGE_VERSION: Final = 1
 STARTED_SLOTS: Final = 16
 
-_HEADER: Final = struct.Struct("<8sIIQ")  # magic, version, size, sequence
+_HEADER: Final = struct.Struct("<8sII")  # magic, version, size
 _SEQUENCE_OFFSET: Final = 16
-_SEQUENCE: Final = struct.Struct("<Q")
-_BODY_OFFSET: Final = _HEADER.size
+_SEQUENCE_BYTES: Final = 8
+_BODY_OFFSET: Final = _SEQUENCE_OFFSET + _SEQUENCE_BYTES
 _BODY: Final = struct.Struct("<16sIiQIQQQQQQQIIIIIIQQQQIIQQ")
 _PHASE_OFFSET: Final = _BODY_OFFSET + struct.calcsize("<16sIiQ")
 _PHASE: Final = struct.Struct("<IQ")
@@ -113,6 +113,13 @@ class Snapshot:
         return any(slot == wanted for slot, _ in self.started)
 
 
+def _sequence_word(page: mmap.mmap) -> memoryview:
+    """The sequence as one aligned machine word, read and written whole. `struct` writes zeros first and then byte by
+    byte: a reader that meets those zeros twice would take half a body for a whole one.
+    """
+    return memoryview(page)[_SEQUENCE_OFFSET : _SEQUENCE_OFFSET + _SEQUENCE_BYTES].cast("Q")
+
+
 class PageError(Exception):
     """A page file that cannot be read: absent, cut short, of another version, or never consistent."""
 
@@ -130,17 +137,18 @@ class PageWriter:
             os.close(fd)
         self.path = path
         self.counters = counters
+        self._sequence_word = _sequence_word(self._map)
         self._sequence = 0
         self._next_slot = 0
         self.publish()
         # The magic comes last: a reader that opens the file before this line sees "not ready", not zeros.
-        _HEADER.pack_into(self._map, 0, MAGIC, PAGE_VERSION, PAGE_BYTES, self._sequence)
+        _HEADER.pack_into(self._map, 0, MAGIC, PAGE_VERSION, PAGE_BYTES)
 
     def publish(self) -> None:
         """Write the counters."""
         c = self.counters
         sequence = self._sequence + 2
-        _SEQUENCE.pack_into(self._map, _SEQUENCE_OFFSET, sequence - 1)
+        self._sequence_word[0] = sequence - 1
         _BODY.pack_into(
             self._map,
             _BODY_OFFSET,
@@ -171,7 +179,7 @@ class PageWriter:
             c.last_operation_ns,
             c.last_pause_us,
         )
-        _SEQUENCE.pack_into(self._map, _SEQUENCE_OFFSET, sequence)
+        self._sequence_word[0] = sequence
         self._sequence = sequence
 
     def set_phase(self, phase: Phase, now_ns: int) -> None:
@@ -179,23 +187,24 @@ class PageWriter:
         self.counters.phase = phase
         self.counters.phase_since_ns = now_ns
         sequence = self._sequence + 2
-        _SEQUENCE.pack_into(self._map, _SEQUENCE_OFFSET, sequence - 1)
+        self._sequence_word[0] = sequence - 1
         _PHASE.pack_into(self._map, _PHASE_OFFSET, phase, now_ns)
-        _SEQUENCE.pack_into(self._map, _SEQUENCE_OFFSET, sequence)
+        self._sequence_word[0] = sequence
         self._sequence = sequence
 
     def note_started(self, request_id: str, now_ns: int) -> None:
         """Put a request id on the record of operations taken up, before its deadline is looked at."""
         offset = _STARTED_OFFSET + self._next_slot * _STARTED.size
         sequence = self._sequence + 2
-        _SEQUENCE.pack_into(self._map, _SEQUENCE_OFFSET, sequence - 1)
+        self._sequence_word[0] = sequence - 1
         _STARTED.pack_into(self._map, offset, uuid.UUID(request_id).bytes, now_ns)
-        _SEQUENCE.pack_into(self._map, _SEQUENCE_OFFSET, sequence)
+        self._sequence_word[0] = sequence
         self._sequence = sequence
         self._next_slot = (self._next_slot + 1) % STARTED_SLOTS
 
     def close(self) -> None:
         """Unmap. The file stays until its owner removes it."""
+        self._sequence_word.release()
         self._map.close()
 
 
@@ -218,21 +227,25 @@ class PageReader:
         finally:
             os.close(fd)
         self.path = path
+        self._sequence_word = _sequence_word(self._map)
 
     def read(self) -> Snapshot:
         """One consistent snapshot; PageError when there is none within a few tries or the page is not ours."""
         for _ in range(_READ_TRIES):
-            magic, version, _, before = _HEADER.unpack_from(self._map, 0)
+            magic, version, _ = _HEADER.unpack_from(self._map, 0)
             if magic != MAGIC:
                 raise PageError(f"{self.path}: not an engine page")
             if version != PAGE_VERSION:
                 raise PageError(f"{self.path}: page version {version}, this sidecar reads {PAGE_VERSION}")
+            before = self._sequence_word[0]
             if before % 2:
                 continue
             body = _BODY.unpack_from(self._map, _BODY_OFFSET)
             slots = [_STARTED.unpack_from(self._map, _STARTED_OFFSET + i * _STARTED.size) for i in range(STARTED_SLOTS)]
-            (after,) = _SEQUENCE.unpack_from(self._map, _SEQUENCE_OFFSET)
-            if before == after:
+            # Twice: processors that reorder stores may show a new sequence before the body that belongs to it.
+            same = body == _BODY.unpack_from(self._map, _BODY_OFFSET)
+            after = self._sequence_word[0]
+            if same and before == after:
                 taken = sorted((slot for slot in slots if slot[1]), key=lambda slot: slot[1])
                 return Snapshot(Counters(*body), tuple(taken))
         # The writer may have been stopped between its two sequence writes; the reading is then torn for good.
@@ -240,4 +253,5 @@ class PageReader:
 
     def close(self) -> None:
         """Unmap."""
+        self._sequence_word.release()
         self._map.close()
