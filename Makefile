@@ -12,6 +12,9 @@ ARGS ?=
 export PYTHON TORCH_INDEX
 BIN := $(CURDIR)/.venv/bin
 PYTEST := $(BIN)/python -m pytest
+# In CI, a test that failed beside others gets one more run by itself, and both runs are printed: a machine that stood
+# still for a minute is no reason to throw work away, and a test that fails twice is one to act on.
+ALONE = $(if $(CI),|| { echo "again by themselves: the tests that failed"; $(PYTEST) -q --last-failed --last-failed-no-failures none $(1); })
 # The alert rules' tests drive a real Prometheus, which no Python package index has. CI does not do without it.
 PROMETHEUS := promtool prometheus prometheus-alertmanager
 MISSING = $(strip $(foreach program,$(PROMETHEUS),$(if $(shell command -v $(program)),,$(program))))
@@ -31,8 +34,8 @@ demo: run ## Two real vLLM replicas, load, and the three kinds of reset, measure
 
 test: all ## Every test: the fast suite, then real vLLM engines and the fleet end to end
 	$(LEFT_OUT)
-	$(PYTEST) -m "$(FAST)" -n 2 -q $(WITHOUT_ENGINE) $(ARGS)
-	$(PYTEST) -m "$(ENGINE)" -q $(ARGS)
+	$(PYTEST) -m "$(FAST)" -n 2 -q $(WITHOUT_ENGINE) $(ARGS) $(call ALONE,-m "$(FAST)" $(WITHOUT_ENGINE) $(ARGS))
+	$(PYTEST) -m "$(ENGINE)" -q $(ARGS) $(call ALONE,-m "$(ENGINE)" $(ARGS))
 
 unit: dev ## The fast suite, no vLLM needed
 	$(LEFT_OUT)

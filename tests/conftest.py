@@ -1,10 +1,17 @@
-"""What all tests share: reports that can travel from a worker of pytest-xdist to its controller."""
+"""What all tests share: reports that can travel between pytest-xdist's processes, and a Ctrl-C that arrives."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """Let SIGINT reach what tests start: a shell that runs tests in the background has them ignore it, children too."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
