@@ -197,8 +197,10 @@ class Resume(msgspec.Struct, tag="resume", frozen=True):
     request_id: str
     deadline_ns: int
     pause_request_id: str = ""
-    """Lease to end; empty ends any pause."""
+    """Lease to end; empty ends a pause without a live lease, and with `force` any."""
     weight_version: str = ""
+    force: bool = False
+    """End also a live lease that is not named."""
 
 
 class Admission(msgspec.Struct, tag="admission", frozen=True):
