@@ -95,7 +95,7 @@ async def _invoke(
             if spec.validate_only:
                 return replica_pb2.ResumeSchedulingResponse(request_id=request_id)
             resume = replica_pb2.ResumeSchedulingRequest(request_id=request_id)
-            resume.weight_version = spec.resume.weight_version
+            resume.weight_version, resume.force = spec.resume.weight_version, spec.resume.force
             if spec.resume.pause_request_id:
                 resume.pause_request_id = derive_request_id(spec.resume.pause_request_id, replica)
             return await stub.ResumeScheduling(resume, timeout=timeout_s, metadata=metadata)

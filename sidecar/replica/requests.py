@@ -93,7 +93,9 @@ def read(request: MutatingRequest) -> Wanted:
             return Wanted("pause", "", protocol.Pause(0, request_id, 0, lease_ns, resume))
         case api.ResumeSchedulingRequest():
             pause_id = canonical_id(request.pause_request_id) if request.pause_request_id else ""
-            return Wanted("resume", "", protocol.Resume(0, request_id, 0, pause_id, request.weight_version))
+            return Wanted(
+                "resume", "", protocol.Resume(0, request_id, 0, pause_id, request.weight_version, request.force)
+            )
 
 
 def capabilities_needed(mutation: protocol.Mutation) -> list[str]:

@@ -87,6 +87,12 @@ _RESUME: Final[tuple[Rule[api.ResumeSchedulingRequest], ...]] = (
         lambda r: len(r.weight_version) > LONGEST_WEIGHT_VERSION,
         f"must be at most {LONGEST_WEIGHT_VERSION} characters",
     ),
+    Rule(
+        "force",
+        lambda r: r.force and bool(r.pause_request_id),
+        "ends whatever pause there is; name the pause with pause_request_id, or set force, not both",
+        combination=True,
+    ),
 )
 
 _WATCH: Final[tuple[Rule[api.WatchAdmissionRequest], ...]] = (

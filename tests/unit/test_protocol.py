@@ -20,6 +20,7 @@ def test_requests_survive_the_wire() -> None:
         protocol.Pause(4, new_id(), 5, 6, resume_when_abandoned=True),
         protocol.Renew(5, new_id(), 6, weights_complete=True),
         protocol.Resume(6, new_id(), 5, new_id(), "v2"),
+        protocol.Resume(6, new_id(), 5, force=True),
         protocol.Admission(7, 12),
         protocol.Lookup(8, new_id()),
         protocol.Cancel(9, new_id()),

@@ -105,6 +105,7 @@ def test_every_capability_asked_for_is_one_the_protocol_knows():
         (api.CancelOperationRequest(request_id="x"), ["request_id"]),
         (api.RenewPauseRequest(), ["pause_request_id", "lease"]),
         (api.ResumeSchedulingRequest(weight_version="v" * 300), ["weight_version"]),
+        (api.ResumeSchedulingRequest(pause_request_id=ID, force=True), ["force"]),
         (api.WatchAdmissionRequest(interval={"nanos": 50_000_000}), ["interval"]),
         (api.WatchAdmissionRequest(interval={"seconds": -1}), ["interval"]),
         (api.PauseSchedulingRequest(lease={"seconds": 1}, on_abandon=9), ["on_abandon"]),

@@ -30,6 +30,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """INVALID_ARGUMENT: fields that exclude or require each other; see BadRequest."""
     REASON_INVALID_SELECTOR: _Reason.ValueType  # 3
     """INVALID_ARGUMENT: a selector matches nothing or cannot be parsed."""
+    REASON_UNREADABLE_MESSAGE: _Reason.ValueType  # 4
+    """INVALID_ARGUMENT: the bytes of the request are not a message of the method."""
     REASON_BLOCKS_HELD_BY_REQUESTS: _Reason.ValueType  # 10
     """FAILED_PRECONDITION: running or waiting requests hold KV blocks."""
     REASON_BLOCKS_HELD_BY_TRANSFERS: _Reason.ValueType  # 11
@@ -64,6 +66,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """UNIMPLEMENTED: only HTTP routes of vLLM's dev mode can do this, and they are off."""
     REASON_TIER_UNSUPPORTED: _Reason.ValueType  # 34
     """UNIMPLEMENTED: a tier that was asked for cannot be cleared here."""
+    REASON_OTHER_INSTANCE: _Reason.ValueType  # 36
+    """UNAVAILABLE: the call was meant for another sidecar process than the one that got it; nothing was done."""
     REASON_NOT_ONE_REPLICA: _Reason.ValueType  # 37
     """UNAVAILABLE: several servers answer at the engine's address: a load balancer, behind which no engine can be named."""
     REASON_ENGINE_NOT_ANSWERING: _Reason.ValueType  # 38
@@ -114,6 +118,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """RESOURCE_EXHAUSTED: too many operations are queued."""
     REASON_SLOW_READER: _Reason.ValueType  # 71
     """RESOURCE_EXHAUSTED: this reader was too slow and was dropped."""
+    REASON_MESSAGE_TOO_LARGE: _Reason.ValueType  # 72
+    """RESOURCE_EXHAUSTED: the request is larger than this server takes."""
     REASON_OPERATION_RAISED: _Reason.ValueType  # 80
     """INTERNAL: the operation raised inside the engine, which goes on serving."""
     REASON_PROTOCOL_ERROR: _Reason.ValueType  # 81
@@ -140,6 +146,8 @@ REASON_INVALID_COMBINATION: Reason.ValueType  # 2
 """INVALID_ARGUMENT: fields that exclude or require each other; see BadRequest."""
 REASON_INVALID_SELECTOR: Reason.ValueType  # 3
 """INVALID_ARGUMENT: a selector matches nothing or cannot be parsed."""
+REASON_UNREADABLE_MESSAGE: Reason.ValueType  # 4
+"""INVALID_ARGUMENT: the bytes of the request are not a message of the method."""
 REASON_BLOCKS_HELD_BY_REQUESTS: Reason.ValueType  # 10
 """FAILED_PRECONDITION: running or waiting requests hold KV blocks."""
 REASON_BLOCKS_HELD_BY_TRANSFERS: Reason.ValueType  # 11
@@ -174,6 +182,8 @@ REASON_NEEDS_DEV_MODE: Reason.ValueType  # 33
 """UNIMPLEMENTED: only HTTP routes of vLLM's dev mode can do this, and they are off."""
 REASON_TIER_UNSUPPORTED: Reason.ValueType  # 34
 """UNIMPLEMENTED: a tier that was asked for cannot be cleared here."""
+REASON_OTHER_INSTANCE: Reason.ValueType  # 36
+"""UNAVAILABLE: the call was meant for another sidecar process than the one that got it; nothing was done."""
 REASON_NOT_ONE_REPLICA: Reason.ValueType  # 37
 """UNAVAILABLE: several servers answer at the engine's address: a load balancer, behind which no engine can be named."""
 REASON_ENGINE_NOT_ANSWERING: Reason.ValueType  # 38
@@ -224,6 +234,8 @@ REASON_TOO_MANY_OPERATIONS: Reason.ValueType  # 70
 """RESOURCE_EXHAUSTED: too many operations are queued."""
 REASON_SLOW_READER: Reason.ValueType  # 71
 """RESOURCE_EXHAUSTED: this reader was too slow and was dropped."""
+REASON_MESSAGE_TOO_LARGE: Reason.ValueType  # 72
+"""RESOURCE_EXHAUSTED: the request is larger than this server takes."""
 REASON_OPERATION_RAISED: Reason.ValueType  # 80
 """INTERNAL: the operation raised inside the engine, which goes on serving."""
 REASON_PROTOCOL_ERROR: Reason.ValueType  # 81

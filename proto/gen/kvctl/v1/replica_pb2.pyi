@@ -494,22 +494,28 @@ class ResumeSchedulingRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PAUSE_REQUEST_ID_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """A UUID; made by the server when empty."""
     pause_request_id: _builtins.str
-    """The request id of the pause; empty resumes whatever paused it (for an operator's hand)."""
+    """The request id of the pause. When empty, only what holds no live lease is resumed, unless `force` is set."""
     weight_version: _builtins.str
     """Recorded at the engine as its weight version when not empty."""
+    force: _builtins.bool
+    """Resumes whatever paused it, also while the owner of a pause keeps its lease alive (for an operator's hand).
+    Not together with `pause_request_id`.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         pause_request_id: _builtins.str = ...,
         weight_version: _builtins.str = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pause_request_id", b"pause_request_id", "request_id", b"request_id", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "pause_request_id", b"pause_request_id", "request_id", b"request_id", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -571,6 +577,11 @@ class GetReplicaResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICA_FIELD_NUMBER: _builtins.int
+    CLOCK_NS_FIELD_NUMBER: _builtins.int
+    clock_ns: _builtins.int
+    """The sidecar's monotonic clock as it answered, nanoseconds. A call that carries the metadata
+    `kvctl-not-after-ns`, an instant of this clock, is not begun later than that.
+    """
     @_builtins.property
     def replica(self) -> _types_pb2.ReplicaInfo:
         """The replica."""
@@ -579,10 +590,11 @@ class GetReplicaResponse(_message.Message):
         self,
         *,
         replica: _types_pb2.ReplicaInfo | None = ...,
+        clock_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ns", b"clock_ns", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

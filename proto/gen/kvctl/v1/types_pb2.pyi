@@ -1137,6 +1137,7 @@ class EngineInfo(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_CACHING_ENABLED_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    DATA_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     backend: Global___BackendKind.ValueType
     """How it is reached."""
     connected: _builtins.bool
@@ -1157,6 +1158,8 @@ class EngineInfo(_message.Message):
     """Usable blocks, without the null block."""
     prefix_caching_enabled: _builtins.bool
     """Whether prefix caching is on."""
+    data_parallel_size: _builtins.int
+    """Data-parallel ranks of the deployment it belongs to; 0 when unknown."""
     @_builtins.property
     def engine(self) -> Global___EngineRef:
         """The engine."""
@@ -1180,10 +1183,11 @@ class EngineInfo(_message.Message):
         blocks: _builtins.int = ...,
         prefix_caching_enabled: _builtins.bool = ...,
         capabilities: _abc.Iterable[Global___Capability] | None = ...,
+        data_parallel_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "block_size", b"block_size", "blocks", b"blocks", "bridge_version", b"bridge_version", "capabilities", b"capabilities", "connected", b"connected", "engine", b"engine", "model", b"model", "pid", b"pid", "prefix_caching_enabled", b"prefix_caching_enabled", "unavailable_reason", b"unavailable_reason", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "block_size", b"block_size", "blocks", b"blocks", "bridge_version", b"bridge_version", "capabilities", b"capabilities", "connected", b"connected", "data_parallel_size", b"data_parallel_size", "engine", b"engine", "model", b"model", "pid", b"pid", "prefix_caching_enabled", b"prefix_caching_enabled", "unavailable_reason", b"unavailable_reason", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
