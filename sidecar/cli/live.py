@@ -19,14 +19,17 @@ from typing import Final
 from kvctl.v1 import fleet_pb2, types_pb2
 from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from sidecar.cli import exitcodes, output, reaching
 from sidecar.cli.printers import admission, style
 from sidecar.cli.printers.admission import known, length, tone, verdict_name
 from sidecar.cli.settings import Settings
 from sidecar.client.reach import Reach
+from sidecar.client.remote import CoordinatorError
 
 READ_TIMEOUT_S: Final = 5.0
+REMARKS: Final = 3
 _KEYS_S: Final = 0.1
 
 
@@ -48,7 +51,8 @@ def live(settings: Settings, targets: fleet_pb2.Targets, interval_s: float, *, o
 async def _lines(reach: Reach, targets: fleet_pb2.Targets, interval_s: float, *, once: bool) -> int:
     while True:
         fleet = await reach.admission(targets, READ_TIMEOUT_S)
-        output.show(lambda console, fleet=fleet: console.print(screen(fleet, _clock(), "")))  # type: ignore[misc]
+        shown = screen(fleet, _clock(), "", worst_last=True)
+        output.show(lambda console, shown=shown: console.print(shown))  # type: ignore[misc]
         if once:
             return exitcodes.of_admission(fleet)
         await asyncio.sleep(interval_s)
@@ -56,19 +60,49 @@ async def _lines(reach: Reach, targets: fleet_pb2.Targets, interval_s: float, *,
 
 async def _screen(reach: Reach, targets: fleet_pb2.Targets, interval_s: float, source: str) -> int:
     console = style.console(sys.stdout)
+    last: fleet_pb2.FleetAdmissionResponse | None = None
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as shown:
         while True:
-            fleet = await reach.admission(targets, READ_TIMEOUT_S)
-            room = max(console.height - 5, 5)
-            shown.update(screen(fleet, _clock(), f"{source}   q quits", rows=room), refresh=True)
-            for _ in range(max(1, round(interval_s / _KEYS_S))):
-                if pressed() in ("q", "Q", "\x03", "\x1b"):
+            reading = asyncio.ensure_future(reach.admission(targets, READ_TIMEOUT_S))
+            try:
+                if await _quits(pressed, reading.done, READ_TIMEOUT_S * 4):
                     return 0
-                await asyncio.sleep(_KEYS_S)
+                last, foot = await reading, f"{source}   q quits"
+            except CoordinatorError as error:
+                if last is None:
+                    raise
+                foot = f"{error}; trying again   q quits"
+            finally:
+                reading.cancel()
+            frame = screen(last, _clock(), foot, rows=_room(console.height, last))
+            shown.update(frame, refresh=True)
+            if await _quits(pressed, lambda: False, interval_s):
+                return 0
 
 
-def screen(fleet: fleet_pb2.FleetAdmissionResponse, when: str, foot: str, rows: int = 10_000) -> RenderableType:
-    """What is shown, at most 80 columns wide: a head line, a row an engine, and why the first ones stall."""
+async def _quits(pressed: Callable[[], str], done: Callable[[], bool], within_s: float) -> bool:
+    """Whether somebody wants to leave, before `done` or the end of the time: keys count also while a replica hangs."""
+    until = asyncio.get_running_loop().time() + within_s
+    while not done() and asyncio.get_running_loop().time() < until:
+        if pressed() in ("q", "Q", "\x03", "\x1b"):
+            return True
+        await asyncio.sleep(_KEYS_S)
+    return False
+
+
+def _room(height: int, fleet: fleet_pb2.FleetAdmissionResponse) -> int:
+    """Rows of engines that leave room for the head, the remarks (two lines each at most) and the foot."""
+    return max(height - 4 - 2 * len(admission.remarks(fleet)[:REMARKS]), 5)
+
+
+def screen(
+    fleet: fleet_pb2.FleetAdmissionResponse, when: str, foot: str, rows: int = 10_000, *, worst_last: bool = False
+) -> RenderableType:
+    """What is shown, at most 80 columns wide: a head line, a row an engine, and why the first ones stall.
+
+    What stalls and who is not reached comes first, because a screen is cut at its end; with `worst_last`, for lines
+    that scroll, it comes last.
+    """
     entries = [(replica, engine) for replica in fleet.replicas for engine in replica.admission.engines]
     entries.sort(key=lambda entry: (not entry[1].stalled, entry[0].replica, entry[1].engine.data_parallel_rank))
     lost = [replica for replica in fleet.replicas if replica.code != "OK"]
@@ -76,29 +110,38 @@ def screen(fleet: fleet_pb2.FleetAdmissionResponse, when: str, foot: str, rows: 
     head = f"{when}  {style.count(len(fleet.replicas), 'replica')}, {style.count(len(entries), 'engine')}, "
     head += f"{stalled} stalled, {len(lost)} not reached"
     made = style.table("ENGINE", "VERDICT", "RUN", "WAIT", "FREE", "CACHED", "TOK/S", "CONTIG", "LAST RESET")
-    for replica, engine in entries[:rows]:
-        rate = engine.tokens_per_second
-        made.add_row(
-            style.words(_short(f"{replica.replica}/{engine.engine.data_parallel_rank}", 14)),
-            style.words(_short(verdict_name(engine.verdict), 20), tone(engine)),
-            style.words(known(engine.requests.running)),
-            style.words(known(engine.requests.waiting)),
-            style.words(_share(engine.blocks.free, engine.blocks.total)),
-            style.words(_share(engine.blocks.cached, engine.blocks.total)),
-            style.words("-" if rate < 0 else f"{rate:.0f}"),
-            style.words(f"{engine.contiguity.ratio:.2f}" if engine.HasField("contiguity") else "-"),
-            style.words(_reset(engine)),
-        )
-    for replica in lost[: max(rows - len(entries), 0)]:
-        made.add_row(style.words(_short(replica.replica, 14)), style.words(replica.code, "bad"), *["-"] * 7)
+    cells = [_cells(replica, engine) for replica, engine in entries[:stalled]]
+    cells += [
+        [style.words(_short(replica.replica, 14)), style.words(replica.code, "bad"), *[style.words("-")] * 7]
+        for replica in lost
+    ]
+    cells += [_cells(replica, engine) for replica, engine in entries[stalled:]]
+    shown = cells[:rows]
+    for row in reversed(shown) if worst_last else shown:
+        made.add_row(*row)
     lines: list[RenderableType] = [style.words(head, "bad" if stalled or lost else ""), made]
-    hidden = len(entries) + len(lost) - rows
+    hidden = len(cells) - rows
     if hidden > 0:
-        lines.append(style.words(f"{hidden} more rows; --replicas shows a part", "quiet"))
-    lines += [style.words(text) for text in admission.remarks(fleet)[:3]]
+        lines.append(style.words(f"{style.count(hidden, 'more row')}; --replicas shows a part", "quiet"))
+    lines += [style.words(text) for text in admission.remarks(fleet)[:REMARKS]]
     if foot:
         lines.append(style.words(foot, "quiet"))
     return Group(*lines)
+
+
+def _cells(replica: fleet_pb2.ReplicaAdmission, engine: types_pb2.EngineAdmission) -> list[Text]:
+    rate = engine.tokens_per_second
+    return [
+        style.words(_short(f"{replica.replica}/{engine.engine.data_parallel_rank}", 14)),
+        style.words(_short(verdict_name(engine.verdict), 20), tone(engine)),
+        style.words(known(engine.requests.running)),
+        style.words(known(engine.requests.waiting)),
+        style.words(_share(engine.blocks.free, engine.blocks.total)),
+        style.words(_share(engine.blocks.cached, engine.blocks.total)),
+        style.words("-" if rate < 0 else f"{rate:.0f}"),
+        style.words(f"{engine.contiguity.ratio:.2f}" if engine.HasField("contiguity") else "-"),
+        style.words(_reset(engine)),
+    ]
 
 
 def _share(part: int, whole: int) -> str:

@@ -17,7 +17,7 @@ def test_a_refused_reorder_is_not_answered_with_options_of_reset(reason: str) ->
     assert "--mode" in advise(reason, kind=types_pb2.OPERATION_KIND_RESET)
 
 
-def test_a_refused_dry_run_speaks_of_no_engine_that_would_run() -> None:
+def test_a_refused_dry_run_says_that_it_would_be_refused_and_speaks_of_no_other_engine() -> None:
     engine = types_pb2.EngineReset(status=types_pb2.EngineStatus(code=9, reason="BLOCKS_HELD_BY_REQUESTS"))
     row = fleet_pb2.TargetResult(
         outcome=fleet_pb2.TARGET_OUTCOME_FAILED,
@@ -25,4 +25,4 @@ def test_a_refused_dry_run_speaks_of_no_engine_that_would_run() -> None:
         message="4 requests run",
         reset=replica_pb2.ResetPrefixCacheResponse(validate_only=True, engines=[engine]),
     )
-    assert told(row) == "BLOCKS_HELD_BY_REQUESTS: 4 requests run"
+    assert told(row) == "would refuse: BLOCKS_HELD_BY_REQUESTS: 4 requests run"

@@ -260,6 +260,7 @@ def test_a_failure_group_names_at_most_six_replicas() -> None:
     made.counts.CopyFrom(outcomes.count(made.results))
     lines = operation.summary(made)
     assert lines[1] == "  INTERNAL OPERATION_RAISED: r000, r001, r002, r003, r004, r005 and 294 more"
+    assert lines[2] == "    300 say: x"
 
 
 def test_a_result_on_record_says_that_nothing_ran_now() -> None:
@@ -269,3 +270,118 @@ def test_a_result_on_record_says_that_nothing_ran_now() -> None:
     for engine in first.reset.engines:
         engine.status.replayed = True
     assert told(first).endswith("(recorded earlier, nothing ran now)")
+
+
+def test_after_two_hundred_rows_the_two_that_refused_are_the_last() -> None:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID, state=fleet_pb2.OPERATION_STATE_PARTIAL)
+    for number in range(200):
+        if number in (17, 90):
+            made.results.append(
+                row(f"r{number:03}", fleet_pb2.TARGET_OUTCOME_FAILED, "FAILED_PRECONDITION", "CONNECTOR_BUSY", "4 left")
+            )
+        else:
+            made.results.append(row(f"r{number:03}", fleet_pb2.TARGET_OUTCOME_SUCCEEDED, "OK"))
+    made.counts.CopyFrom(outcomes.count(made.results))
+    for print_to in (operation.print_table, operation.print_wide):
+        lines = printed(lambda c, each=print_to: each(c, made), 100).splitlines()
+        rows = [line for line in lines if line.startswith("r") and line[1:4].isdigit()]
+        assert len(rows) == 200
+        assert [line[:4] for line in rows[-2:]] == ["r017", "r090"]
+        assert lines[-1] == f"operation {OPERATION_ID} (partial)"
+
+
+def test_a_text_that_many_replicas_share_is_printed_once_with_how_many_say_it() -> None:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID)
+    text = "ブロックが解放されていません。" * 10
+    for number in range(300):
+        made.results.append(row(f"r{number:03}", fleet_pb2.TARGET_OUTCOME_FAILED, "INTERNAL", "OPERATION_RAISED", text))
+    for number in range(8):
+        lost = row(f"u{number}", fleet_pb2.TARGET_OUTCOME_UNREACHABLE, "UNAVAILABLE", "REPLICA_UNREACHABLE")
+        lost.address = f"10.0.0.{number}:7700"
+        lost.message = f"no answer from {lost.address} within 5 s"
+        made.results.append(lost)
+    made.counts.CopyFrom(outcomes.count(made.results))
+    shown = printed(lambda c: operation.print_table(c, made), 80)
+    assert shown.count("OPERATION_RAISED") == 301
+    assert "".join(shown.split()).count(text) == 1
+    assert "    300 say:" in shown
+    assert "    8 say: no answer within 5 s\n" in shown
+
+
+def test_texts_that_differ_stay_with_their_replica() -> None:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID)
+    for number in range(5):
+        text = f"{number + 1} blocks are held"
+        made.results.append(row(f"r{number}", fleet_pb2.TARGET_OUTCOME_FAILED, "FAILED_PRECONDITION", "HELD", text))
+    shown = printed(lambda c: operation.print_table(c, made), 80)
+    assert all(f"HELD: {number + 1} blocks are held" in shown for number in range(5))
+    assert " say: " not in shown
+
+
+def test_an_operation_that_is_held_says_so_and_how_it_goes_on() -> None:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID, state=fleet_pb2.OPERATION_STATE_PAUSED)
+    assert operation.summary(made)[-2:] == [
+        f"operation {OPERATION_ID} (paused)",
+        f"  -> it goes on with `kvctl ops resume {OPERATION_ID}`",
+    ]
+
+
+def test_admission_shows_what_stalls_after_what_is_well_and_a_shared_reason_once() -> None:
+    fleet = an_admission()
+    for number in range(20):
+        address = f"10.0.0.{number}:7700"
+        fleet.replicas.add(
+            replica=f"a{number}", address=address, code="UNAVAILABLE", message=f"{address}: connection refused"
+        )
+    shown = printed(lambda c: admission.print_table(c, fleet), 80)
+    assert [line.split()[0] for line in shown.splitlines()[1:4]] == ["r0", "r1", "a0"]
+    assert shown.count("connection refused") == 1
+    assert "and 15 more: connection refused" in " ".join(shown.split())
+
+
+def test_a_full_screen_of_top_keeps_what_stalls_and_who_is_lost_and_lines_end_with_them() -> None:
+    fleet = an_admission()
+    for number in range(50):
+        engine = fleet.replicas.add(replica=f"a{number:02}", code="OK").admission.engines.add()
+        engine.verdict = types_pb2.VERDICT_FLOWING
+    screen = printed(lambda c: c.print(live.screen(fleet, "03:04:05", "q quits", rows=4)), 80).splitlines()
+    assert [line.split()[0] for line in screen[2:6]] == ["r1/0", "r2", "a00/0", "a01/0"]
+    assert screen[6] == "49 more rows; --replicas shows a part"
+    lines = printed(lambda c: c.print(live.screen(fleet, "03:04:05", "", worst_last=True)), 80).splitlines()
+    assert [line.split()[0] for line in lines[2:55]][-2:] == ["r2", "r1/0"]
+
+
+def a_forecast(mode: int, *, idle: bool = False, wait: bool = False) -> fleet_pb2.FleetOperation:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID, state=fleet_pb2.OPERATION_STATE_SUCCEEDED)
+    made.spec.validate_only = True
+    made.spec.reset.running_requests = mode  # type: ignore[assignment]
+    made.spec.reset.wait_for_idle = wait
+    for number in range(2):
+        one = row(f"r{number}", fleet_pb2.TARGET_OUTCOME_SUCCEEDED, "OK")
+        one.reset.validate_only = True
+        engine = one.reset.engines.add(status=engine_status(0), requests_running=0 if idle else number + 3)
+        engine.holders.held_blocks = 0 if idle else 64
+        made.results.append(one)
+    made.counts.CopyFrom(outcomes.count(made.results))
+    return made
+
+
+def test_a_dry_run_of_preempt_says_how_many_requests_it_would_restart_per_replica_and_in_all() -> None:
+    made = a_forecast(types_pb2.RUNNING_REQUESTS_PREEMPT)
+    assert [told(each, made.spec) for each in made.results] == [
+        "would restart 3 running requests, then reset",
+        "would restart 4 running requests, then reset",
+    ]
+    assert "it would restart 7 running requests, whose tokens are computed again" in operation.summary(made)
+    assert "would restart 4 running requests" in printed(lambda c: operation.print_wide(c, made), style.WIDE)
+
+
+def test_a_dry_run_of_the_other_modes_says_what_each_would_do() -> None:
+    keep = a_forecast(types_pb2.RUNNING_REQUESTS_KEEP)
+    assert told(keep.results[0], keep.spec) == "would reset; 3 running requests would go on undisturbed"
+    idle = a_forecast(types_pb2.RUNNING_REQUESTS_FAIL, idle=True)
+    assert told(idle.results[0], idle.spec) == "would reset: nothing runs now and no block is held"
+    waiting = a_forecast(types_pb2.RUNNING_REQUESTS_FAIL, wait=True)
+    text = "would wait for an idle moment, then reset: 3 running requests and 64 blocks held now"
+    assert told(waiting.results[0], waiting.spec) == text
+    assert not any("restart" in line for made in (keep, idle, waiting) for line in operation.summary(made))

@@ -1,4 +1,7 @@
-"""Admission of a fleet: a row an engine, the sentence that explains what stalls, and one line a change when watched."""
+"""Admission of a fleet: a row an engine, the sentence that explains what stalls, and one line a change when watched.
+
+What needs a look comes last, where it stays on the screen after many rows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from kvctl.v1 import fleet_pb2, types_pb2
 from rich.console import Console
 
-from sidecar.cli.printers.style import clean, seconds, table, words
+from sidecar.cli.printers.style import clean, named, seconds, table, words
 from sidecar.coordinator.outcomes import enum_word
 
 GOOD: Final = frozenset({types_pb2.VERDICT_IDLE, types_pb2.VERDICT_FLOWING})
@@ -49,7 +52,7 @@ def length(duration: Duration) -> float:
 def print_table(console: Console, fleet: fleet_pb2.FleetAdmissionResponse) -> None:
     """A row an engine, readable at 80 columns; a sentence under it for each that needs one."""
     made = table("REPLICA", "ENGINE", "VERDICT", "FOR", "RUN", "WAIT", "FREE", "BLOCKS", "OLDEST")
-    for replica in fleet.replicas:
+    for replica in in_order(fleet):
         for engine in replica.admission.engines:
             made.add_row(
                 words(replica.replica),
@@ -77,7 +80,7 @@ def print_wide(console: Console, fleet: fleet_pb2.FleetAdmissionResponse) -> Non
         "CACHED", "BLOCKS", "ORPHANED", "HEAD NEEDS", "TOKENS/S", "STEPS", "CONTIGUITY", "WEIGHTS",
         "LAST RESET", "EXPLANATION",
     )  # fmt: skip
-    for replica in fleet.replicas:
+    for replica in in_order(fleet):
         for engine in replica.admission.engines:
             requests, blocks = engine.requests, engine.blocks
             rate = engine.tokens_per_second
@@ -119,9 +122,7 @@ def last_reset(engine: types_pb2.EngineAdmission) -> str:
 def remarks(fleet: fleet_pb2.FleetAdmissionResponse) -> list[str]:
     """A sentence for each engine that stalls or warns, and each replica that did not answer."""
     lines = []
-    for replica in fleet.replicas:
-        if replica.code != "OK":
-            lines.append(f"{replica.replica}: {replica.message}")
+    for replica in in_order(fleet):
         for engine in replica.admission.engines:
             where = f"{replica.replica} engine {engine.engine.data_parallel_rank}"
             if engine.explanation and (engine.stalled or tone(engine) == "bad"):
@@ -129,9 +130,32 @@ def remarks(fleet: fleet_pb2.FleetAdmissionResponse) -> list[str]:
             if engine.verdict == types_pb2.VERDICT_HELD_BLOCKS_DEADLOCK:
                 lines.append(f"  -> kvctl relieve --replicas {replica.replica}")
             lines += [f"{where}: {warning}" for warning in engine.warnings]
+    lines += _not_reached(fleet)
     if fleet.incomplete:
         lines.append("the list of replicas may be incomplete")
     return [clean(line) if not line.startswith("  ") else "  " + clean(line[2:]) for line in lines]
+
+
+def in_order(fleet: fleet_pb2.FleetAdmissionResponse) -> list[fleet_pb2.ReplicaAdmission]:
+    """Replicas as they are shown: well, then in doubt, stalled, not reached."""
+    return sorted(fleet.replicas, key=lambda replica: (_place(replica), replica.replica, replica.address))
+
+
+def _place(replica: fleet_pb2.ReplicaAdmission) -> int:
+    if replica.code != "OK":
+        return 3
+    tones = {tone(engine) for engine in replica.admission.engines}
+    return 2 if "bad" in tones else 1 if "doubtful" in tones else 0
+
+
+def _not_reached(fleet: fleet_pb2.FleetAdmissionResponse) -> list[str]:
+    """Why replicas did not answer; a reason that several share once, with how many and the first names."""
+    reasons: dict[str, list[str]] = {}
+    for replica in in_order(fleet):
+        if replica.code != "OK":
+            text = replica.message.removeprefix(f"{replica.address}: ").replace(f" from {replica.address}", "")
+            reasons.setdefault(text or replica.code, []).append(replica.replica)
+    return [f"{named(names)}: {text}" for text, names in sorted(reasons.items(), key=lambda item: -len(item[1]))]
 
 
 def change_line(when: str, sample: fleet_pb2.WatchFleetAdmissionResponse) -> list[str]:

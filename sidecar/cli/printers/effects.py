@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 import grpc
-from kvctl.v1 import fleet_pb2, types_pb2
+from kvctl.v1 import fleet_pb2, replica_pb2, types_pb2
 
 from sidecar.cli.printers.style import count, seconds
 
@@ -37,11 +37,14 @@ def code_name(number: int) -> str:
     return _CODES.get(number, "UNKNOWN")
 
 
-def of_row(row: fleet_pb2.TargetResult) -> str:
+def of_row(row: fleet_pb2.TargetResult, spec: fleet_pb2.OperationSpec | None = None) -> str:
     """The effect at one replica, engines taken together; empty when nothing is known of one."""
     match row.WhichOneof("result"):
         case "reset":
-            return reset([engine for engine in row.reset.engines if engine.status.code == 0], row.reset.validate_only)
+            engines = [engine for engine in row.reset.engines if engine.status.code == 0]
+            if row.reset.validate_only:
+                return would_reset(engines, spec.reset if spec else replica_pb2.ResetPrefixCacheRequest())
+            return reset(engines)
         case "reorder":
             return reorder([e for e in row.reorder.engines if e.status.code == 0], row.reorder.validate_only)
         case "relieve":
@@ -53,10 +56,36 @@ def of_row(row: fleet_pb2.TargetResult) -> str:
     return ""
 
 
-def reset(engines: Sequence[types_pb2.EngineReset], validate_only: bool = False, *, with_tiers: bool = True) -> str:
+def would_reset(engines: Sequence[types_pb2.EngineReset], asked: replica_pb2.ResetPrefixCacheRequest) -> str:
+    """What a dry run foresees: would restart 3 running requests, then reset."""
+    if not engines:
+        return ""
+    running = count(sum(engine.requests_running for engine in engines), "running request")
+    held = count(sum(engine.holders.held_blocks for engine in engines), "block")
+    match asked.running_requests:
+        case types_pb2.RUNNING_REQUESTS_PREEMPT:
+            text = f"would restart {running}, then reset"
+        case types_pb2.RUNNING_REQUESTS_KEEP:
+            text = f"would reset; {running} would go on undisturbed"
+        case _ if asked.wait_for_idle and any(engine.holders.held_blocks for engine in engines):
+            text = f"would wait for an idle moment, then reset: {running} and {held} held now"
+        case _ if any(engine.requests_running or engine.holders.held_blocks for engine in engines):
+            text = f"would reset if no block is held then; {running} now"
+        case _:
+            text = "would reset: nothing runs now and no block is held"
+    return _together(len(engines), [text])
+
+
+def would_restart(operation: fleet_pb2.FleetOperation) -> int:
+    """Running requests that a preempt would restart on the whole fleet, by its dry run."""
+    if operation.spec.reset.running_requests != types_pb2.RUNNING_REQUESTS_PREEMPT:
+        return 0
+    engines = [engine for row in operation.results if row.reset.validate_only for engine in row.reset.engines]
+    return sum(engine.requests_running for engine in engines if engine.status.code == 0)
+
+
+def reset(engines: Sequence[types_pb2.EngineReset], *, with_tiers: bool = True) -> str:
     """As in: 812 cached blocks dropped, 3 requests kept, engine paused 0.40 ms."""
-    if validate_only:
-        return "would run: the request is accepted"
     if not engines:
         return ""
     parts = [_dropped(engines)]
@@ -74,10 +103,10 @@ def reset(engines: Sequence[types_pb2.EngineReset], validate_only: bool = False,
 
 def reorder(engines: Sequence[types_pb2.EngineReorder], validate_only: bool = False) -> str:
     """As in: 4000 blocks moved, contiguity 0.08 -> 1.00, engine paused 27 ms."""
-    if validate_only:
-        return "would run: the request is accepted"
     if not engines:
         return ""
+    if validate_only:
+        return "would run: the request is accepted"
     moved = sum(engine.blocks_moved for engine in engines)
     parts = [f"{count(moved, 'block')} moved", _contiguity(engines), _pause(engine.pause for engine in engines)]
     return _together(len(engines), parts)
@@ -85,10 +114,10 @@ def reorder(engines: Sequence[types_pb2.EngineReorder], validate_only: bool = Fa
 
 def relieve(engines: Sequence[types_pb2.EngineRelief], validate_only: bool = False) -> str:
     """As in: 1 waiting request gave back 84 blocks (attempt 1 of 3)."""
-    if validate_only:
-        return "would run: the request is accepted"
     if not engines:
         return ""
+    if validate_only:
+        return "would run: the request is accepted"
     freed = sum(engine.blocks_freed for engine in engines)
     requests = sum(len(engine.request_ids) for engine in engines)
     tries = max(engines, key=lambda engine: engine.attempts)

@@ -1,8 +1,13 @@
-"""A fleet operation as a table: a row a replica (wide: a row an engine), then what it came to and what to do."""
+"""A fleet operation as a table: a row a replica (wide: a row an engine), then what it came to and what to do.
+
+What needs a look comes last: at the end of 200 rows the two that refused are the ones still on the screen. What many
+replicas say in the same words is said once, under the table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from kvctl.v1 import fleet_pb2
@@ -10,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sidecar.cli.printers import advice, effects
-from sidecar.cli.printers.style import clean, count, seconds, table, words
+from sidecar.cli.printers.operations import state_name
+from sidecar.cli.printers.style import clean, count, named, seconds, table, words
 
 OUTCOMES: Final = {
     fleet_pb2.TARGET_OUTCOME_UNSPECIFIED: ("waiting", "quiet"),
@@ -26,25 +32,59 @@ OUTCOMES: Final = {
 
 REPLAYED: Final = " (recorded earlier, nothing ran now)"
 
-NAMES_IN_SUMMARY: Final = 6
+SAID_BY_MANY: Final = 4
+"""Replicas with one text from which on it is said once, under the table."""
+
+_Text = tuple[str, str, str]
+"""Code, reason and message of a failure."""
 
 
 def print_table(console: Console, operation: fleet_pb2.FleetOperation) -> None:
     """A row a replica, readable at 80 columns, and the summary."""
     made = table("REPLICA", "OUTCOME", "CODE", "WHAT HAPPENED")
-    for row in operation.results:
+    common = _said_by_many(operation)
+    for row in in_order(operation.results):
         word, tone = OUTCOMES.get(row.outcome, (f"outcome {row.outcome}", "doubtful"))
-        made.add_row(words(row.replica), words(word, tone), words(row.code or "-"), words(told(row)))
+        text = row.reason if row.reason and _text(row) in common else told(row, operation.spec)
+        made.add_row(words(row.replica), words(word, tone), words(row.code or "-"), words(text))
     _show(console, made, operation)
+
+
+def in_order(rows: Iterable[fleet_pb2.TargetResult]) -> list[fleet_pb2.TargetResult]:
+    """Rows as they are shown: those that succeeded, those not finished, those not called, then what went wrong."""
+    return sorted(rows, key=lambda row: (_PLACES.get(row.outcome, _LAST), row.replica, row.address))
+
+
+_PLACES: Final = {
+    fleet_pb2.TARGET_OUTCOME_SUCCEEDED: 0,
+    fleet_pb2.TARGET_OUTCOME_UNSPECIFIED: 1,
+    fleet_pb2.TARGET_OUTCOME_RUNNING: 1,
+    fleet_pb2.TARGET_OUTCOME_CANCELLED: 2,
+    fleet_pb2.TARGET_OUTCOME_SKIPPED: 2,
+    fleet_pb2.TARGET_OUTCOME_FAILED: 3,
+}
+_LAST: Final = 4
+
+
+def _said_by_many(operation: fleet_pb2.FleetOperation) -> dict[_Text, int]:
+    """Texts that so many replicas share that they are shown once, with how many."""
+    counts = Counter(_text(row) for row in operation.results if row.outcome in _TO_EXPLAIN and not effects.of_row(row))
+    return {text: number for text, number in counts.items() if number >= SAID_BY_MANY}
+
+
+def _text(row: fleet_pb2.TargetResult) -> _Text:
+    """With the address taken out, in which alone the texts of unreachable replicas differ."""
+    message = row.message.removeprefix(f"{row.address}: ").replace(f" from {row.address}", "") if row.address else ""
+    return row.code, row.reason, message or row.message
 
 
 def print_wide(console: Console, operation: fleet_pb2.FleetOperation) -> None:
     """A row an engine with every figure, as wide as it needs, and the summary."""
     made = table("REPLICA", "ADDRESS", "ENGINE", "OUTCOME", "CODE", "TRIES", "TOOK", "WHAT HAPPENED")
-    for row in operation.results:
+    for row in in_order(operation.results):
         word, tone = OUTCOMES.get(row.outcome, (f"outcome {row.outcome}", "doubtful"))
         took = seconds(row.took.seconds + row.took.nanos / 1e9) if row.HasField("took") else "-"
-        engines = list(_engines(row)) or [("-", row.code or "-", _reason_and(row.reason, row.message))]
+        engines = list(_engines(row, operation.spec)) or [("-", row.code or "-", _reason_and(row.reason, row.message))]
         for rank, code, text in engines:
             shown = (
                 (word, tone)
@@ -66,16 +106,18 @@ def print_wide(console: Console, operation: fleet_pb2.FleetOperation) -> None:
     _show(console, made, operation)
 
 
-def told(row: fleet_pb2.TargetResult) -> str:
+def told(row: fleet_pb2.TargetResult, spec: fleet_pb2.OperationSpec | None = None) -> str:
     """The right-hand column: the effect, or the reason with the replica's own words."""
-    effect = effects.of_row(row)
+    effect = effects.of_row(row, spec)
     if row.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED:
-        return (effect or row.message or "done") + (REPLAYED if _replayed(row) else "")
+        otherwise = "would run: the request is accepted" if spec and spec.validate_only else "done"
+        return (effect or row.message or otherwise) + (REPLAYED if _replayed(row) else "")
     if row.outcome in (fleet_pb2.TARGET_OUTCOME_UNSPECIFIED, fleet_pb2.TARGET_OUTCOME_RUNNING):
         return row.message
     text = _reason_and(row.reason, row.message)
-    dry = row.reset.validate_only or row.reorder.validate_only or row.relieve.validate_only
-    return f"{text}; the other engines: {effect}" if effect and not dry else text
+    if row.reset.validate_only or row.reorder.validate_only or row.relieve.validate_only:
+        return f"would refuse: {text}"
+    return f"{text}; the other engines: {effect}" if effect else text
 
 
 def summary(operation: fleet_pb2.FleetOperation) -> list[str]:
@@ -90,10 +132,15 @@ def summary(operation: fleet_pb2.FleetOperation) -> list[str]:
     lines = [head + (f" in {took}" if took else "")]
     if operation.spec.validate_only:
         lines[0] += " (dry run: nothing was changed)"
+    if restarted := effects.would_restart(operation):
+        lines.append(f"it would restart {count(restarted, 'running request')}, whose tokens are computed again")
     lines += _groups(operation)
     if operation.targets_incomplete:
         lines.append("the list of replicas may be incomplete; those not found were not called")
-    lines.append(f"operation {operation.operation_id}")
+    state = state_name(operation.state) if operation.state else ""
+    lines.append(f"operation {operation.operation_id}" + (f" ({state})" if state else ""))
+    if operation.state == fleet_pb2.OPERATION_STATE_PAUSED:
+        lines.append(f"  -> it goes on with `kvctl ops resume {operation.operation_id}`")
     return lines
 
 
@@ -101,14 +148,16 @@ _COUNTED: Final = ("succeeded", "failed", "unreachable", "unknown", "skipped", "
 
 
 def _groups(operation: fleet_pb2.FleetOperation) -> Iterator[str]:
+    common = _said_by_many(operation)
     groups: dict[tuple[str, str], list[str]] = {}
-    for row in operation.results:
+    for row in in_order(operation.results):
         if row.outcome in _TO_EXPLAIN:
             groups.setdefault((row.code, row.reason), []).append(row.replica)
     for (code, reason), names in sorted(groups.items(), key=lambda item: -len(item[1])):
-        shown = ", ".join(names[:NAMES_IN_SUMMARY])
-        rest = len(names) - NAMES_IN_SUMMARY
-        yield f"  {code} {reason}: {shown}{f' and {rest} more' if rest > 0 else ''}".replace(" :", ":")
+        yield f"  {code} {reason}: {named(names)}".replace(" :", ":")
+        for text, number in common.items():
+            if text[:2] == (code, reason) and text[2]:
+                yield f"    {number} say: {text[2]}"
         if hint := advice.advise(reason, operation.operation_id, operation.kind):
             yield f"    -> {hint}"
 
@@ -123,7 +172,7 @@ _TO_EXPLAIN: Final = frozenset(
 )
 
 
-def _engines(row: fleet_pb2.TargetResult) -> Iterator[tuple[str, str, str]]:
+def _engines(row: fleet_pb2.TargetResult, spec: fleet_pb2.OperationSpec) -> Iterator[tuple[str, str, str]]:
     """Rank, code and text of each engine."""
     which = row.WhichOneof("result")
     if which is None:
@@ -133,8 +182,10 @@ def _engines(row: fleet_pb2.TargetResult) -> Iterator[tuple[str, str, str]]:
         if status.code:
             text = _reason_and(status.reason, status.message)
         elif which == "reset":
-            effect = effects.reset([engine], row.reset.validate_only, with_tiers=False)
-            text = f"{effect}; {effects.tiers(engine)}".rstrip("; ")
+            if row.reset.validate_only:
+                text = effects.would_reset([engine], spec.reset)
+            else:
+                text = f"{effects.reset([engine], with_tiers=False)}; {effects.tiers(engine)}".rstrip("; ")
         elif which == "reorder":
             text = effects.reorder([engine], row.reorder.validate_only)
         elif which == "relieve":

@@ -20,7 +20,7 @@ _BACKENDS = {
 def print_table(console: Console, fleet: fleet_pb2.ListReplicasResponse) -> None:
     """A row a replica, readable at 80 columns."""
     made = table("REPLICA", "ADDRESS", "ENGINES", "VLLM", "MODEL", "STATE")
-    for replica in fleet.replicas:
+    for replica in _in_order(fleet):
         engines = replica.info.engines
         made.add_row(
             words(replica.name),
@@ -41,7 +41,7 @@ def print_wide(console: Console, fleet: fleet_pb2.ListReplicasResponse) -> None:
         "REPLICA", "ADDRESS", "LABELS", "SIDECAR", "ENGINE", "BACKEND", "PID", "VLLM", "BRIDGE", "MODEL", "BLOCKS",
         "BLOCK SIZE", "PREFIX CACHE", "STATE", "CANNOT",
     )  # fmt: skip
-    for replica in fleet.replicas:
+    for replica in _in_order(fleet):
         info = replica.info
         labels = ",".join(f"{key}={info.labels[key]}" for key in sorted(info.labels)) or "-"
         head = [replica.name, replica.address, labels, info.version or "-"]
@@ -66,6 +66,18 @@ def print_wide(console: Console, fleet: fleet_pb2.ListReplicasResponse) -> None:
     if fleet.replicas:
         console.print(made)
     _remarks(console, fleet)
+
+
+def _in_order(fleet: fleet_pb2.ListReplicasResponse) -> list[fleet_pb2.FleetReplica]:
+    """Those that are well first: what needs a look stays on the screen after many rows."""
+    return sorted(fleet.replicas, key=lambda replica: (_place(replica), replica.name, replica.address))
+
+
+def _place(replica: fleet_pb2.FleetReplica) -> int:
+    engines = replica.info.engines
+    if not replica.reachable:
+        return 2
+    return 0 if engines and all(engine.connected for engine in engines) else 1
 
 
 def _state(replica: fleet_pb2.FleetReplica) -> Text:

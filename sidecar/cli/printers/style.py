@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Final, TextIO
 
 from rich.console import Console
@@ -84,6 +85,15 @@ def table(*columns: str) -> Table:
 
 
 _FOLDING: Final = frozenset({"REPLICA", "ADDRESS", "NAME", "LABELS", "WHAT", "MODEL", "FLEET"})
+
+
+NAMED: Final = 6
+
+
+def named(names: Sequence[str]) -> str:
+    """The first names and how many more: r0, r1, r2, r3, r4, r5 and 294 more."""
+    rest = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def count(number: int, one: str, many: str = "") -> str:
