@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.fake_engine.control import run_command
 from tests.fake_engine.loop import FakeLoop, build
+from tests.fake_engine.witness import Witness
 
 
 def main() -> None:
@@ -26,6 +27,9 @@ def main() -> None:
     parser.add_argument("--cached", type=int, default=8)
     parser.add_argument("--steps-per-second", type=float, default=0)
     parser.add_argument("--effects", type=Path)
+    parser.add_argument("--replica", help="name in the history")
+    parser.add_argument("--history", type=Path, help="lines for tests.robustness.history; needs --replica, --audit")
+    parser.add_argument("--audit", type=Path, help="audit log of the sidecar beside this engine")
     parser.add_argument("--connector", choices=("absent", "true", "false", "none", "raise"), default="absent")
     parser.add_argument("--no-caching", action="store_true")
     parser.add_argument("--model", default="fake-model")
@@ -42,6 +46,7 @@ def main() -> None:
         caching=not options.no_caching,
         steps_per_second=options.steps_per_second,
         effects_file=options.effects,
+        witness=Witness(options.history, options.replica, options.audit) if options.history else None,
         connector=options.connector,
         model=options.model,
     )

@@ -7,6 +7,8 @@ release()                            every request ends, transfers too
 cache(blocks)                        so many free blocks carry a hash
 scramble()                           free queue in an order without neighbours
 hang(seconds=60) / unhang()          the engine thread stays inside a step
+hold_at(point) / let_go()            the engine thread stays at "before_effect" or "after_effect", see gate.py
+wait_held(seconds=60)                until it is there; an error when it does not come
 raise_in(method, message="boom")     that port method raises; message="" ends it
 slow(method, seconds)                that port method takes so long
 stick() / unstick()                  a reorder yields for ever
@@ -40,6 +42,15 @@ def run_command(loop: FakeLoop, command: dict[str, Any]) -> dict[str, Any]:
                 seconds = float(arguments.get("seconds", 60))
                 loop.post(lambda: loop.hang(seconds))
                 return {"ok": loop.hung.wait(10)}
+            case "hold_at":
+                loop.gate.hold_at(arguments["point"])
+                return {"ok": True}
+            case "wait_held":
+                held = loop.gate.wait_held(float(arguments.get("seconds", 60)))
+                return {"ok": True} if held else {"ok": False, "error": "the engine did not come to the point"}
+            case "let_go":
+                loop.gate.let_go()
+                return {"ok": True}
             case "unhang":
                 loop.unhang.set()
                 return {"ok": True}

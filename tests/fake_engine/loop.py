@@ -14,7 +14,9 @@ from typing import Any
 from engine_bridge.attach import Bridge, attach
 from engine_bridge.page import Phase
 from tests.fake_engine.control import run_command
+from tests.fake_engine.gate import AFTER_EFFECT, BEFORE_EFFECT, Gate
 from tests.fake_engine.model import FakeEngine, FakeIdentity
+from tests.fake_engine.witness import Witness
 
 Job = Callable[[], None]
 
@@ -23,7 +25,13 @@ class FakeLoop:
     """One fake engine core: model, bridge and the thread they live on."""
 
     def __init__(
-        self, engine: FakeEngine, directory: Path, *, steps_per_second: float = 0, effects_file: Path | None = None
+        self,
+        engine: FakeEngine,
+        directory: Path,
+        *,
+        steps_per_second: float = 0,
+        effects_file: Path | None = None,
+        witness: Witness | None = None,
     ) -> None:
         self.engine = engine
         self.directory = directory
@@ -38,8 +46,11 @@ class FakeLoop:
         self._pace = threading.Event()
         self._step_seconds = 1 / steps_per_second if steps_per_second else 0.002
         self._effects_file = effects_file
+        self._witness = witness
         self._current = ""
+        self.gate = Gate()
         engine.note_effect = self._note_effect
+        engine.before_effect = lambda: self.gate.pass_by(BEFORE_EFFECT)
 
     # --- on the engine's thread ----------------------------------------------------------------------------------
 
@@ -100,13 +111,21 @@ class FakeLoop:
 
     def _watch(self, bridge: Bridge) -> None:
         """Learn which request id the effects that follow belong to."""
-        note_started = bridge.note_started
+        note_started, note_operation = bridge.note_started, bridge.note_operation
 
         def noting(request_id: str, now_ns: int) -> None:
             self._current = request_id
+            if self._witness is not None:
+                self._witness.taken(bridge.incarnation, request_id, now_ns)
             note_started(request_id, now_ns)
 
+        def noting_the_end(now_ns: int, longest_us: int) -> None:
+            note_operation(now_ns, longest_us)
+            if self._witness is not None:
+                self._witness.ended(bridge.incarnation)
+
         bridge.note_started = noting  # type: ignore[method-assign]
+        bridge.note_operation = noting_the_end  # type: ignore[method-assign]
 
     def _note_effect(self, effect: str, count: int) -> None:
         entry = {
@@ -120,6 +139,9 @@ class FakeLoop:
         if self._effects_file is not None:
             with self._effects_file.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
+        if self._witness is not None:
+            self._witness.effect(self.incarnation, effect)
+        self.gate.pass_by(AFTER_EFFECT)
 
     # --- from any thread -----------------------------------------------------------------------------------------
 
@@ -148,6 +170,7 @@ class FakeLoop:
         """End the loop at the next boundary."""
         self.stopping = True
         self.unhang.set()
+        self.gate.let_go()
         self._queue.put(None)
 
     @property
@@ -177,6 +200,7 @@ def build(
     caching: bool = True,
     steps_per_second: float = 0,
     effects_file: Path | None = None,
+    witness: Witness | None = None,
     model: str = "fake-model",
     **levers: Any,
 ) -> FakeLoop:
@@ -186,7 +210,7 @@ def build(
     engine.cached = set(engine.free[-cached:]) if cached else set()
     for _ in range(requests):
         engine.add("running", 2)
-    return FakeLoop(engine, directory, steps_per_second=steps_per_second, effects_file=effects_file)
+    return FakeLoop(engine, directory, steps_per_second=steps_per_second, effects_file=effects_file, witness=witness)
 
 
 @contextmanager

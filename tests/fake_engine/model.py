@@ -66,6 +66,7 @@ class FakeEngine:
     preemptions: int = 0
     tokens: int = 0
     note_effect: Callable[[str, int], None] = lambda effect, count: None
+    before_effect: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         taken = {block for request in self.requests.values() for block in request.blocks}
@@ -136,6 +137,8 @@ class FakeEngine:
         return sum(request.state == state for request in self.requests.values())
 
     def _enter(self, method: str) -> None:
+        if method in METHODS_WITH_EFFECT:
+            self.before_effect()
         time.sleep(self.slow.get(method, 0))
         if method in self.raise_in:
             raise RuntimeError(self.raise_in[method])
