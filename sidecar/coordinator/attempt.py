@@ -3,10 +3,11 @@
 A part of the time is kept back for the question that turns a lost answer into a known one, so that a replica that is a
 black hole costs its timeout and no more.
 
-A fresh request id is used only after FAILED_PRECONDITION, which says for certain what the last one did: engines answer
-a repeated id with the recorded result, so the refusal would come back for ever. After anything else the same id is
-kept: engines that have done their part replay it instead of doing it again. After anything uncertain the replica is
-asked before it is called.
+The request id is derived from what the replica says it is, so who is there is learned first, and the intent is put on
+record then. A fresh id, derived from the last one, is used only after FAILED_PRECONDITION, which says for certain what
+the last one did: engines answer a repeated id with the recorded result, so the refusal would come back for ever. After
+anything else the same id is kept: engines that have done their part replay it instead of doing it again. After anything
+uncertain the replica is asked before it is called.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvctl.v1 import fleet_pb2, types_pb2
 
 from sidecar.coordinator.port import Aim, Answer, Asked, Journal, JournalError, Replicas
 from sidecar.coordinator.retry import Advice, Next, Retries, outcome_unknown
-from sidecar.coordinator.targets import derive_request_id
+from sidecar.coordinator.targets import derive_request_id, next_request_id
 
 _POLL_S: Final = 0.25
 """Between two questions about an operation that is still under way at its replica."""
@@ -52,13 +53,12 @@ class Attempt:
         self._spec = spec
         self._aim = aim
         self._wave = wave
-        self._identity = aim.identity or aim.name
         self._replicas = replicas
         self._journal = journal
         self._retries = retries
         self._give_up = give_up
         self._calls = 0
-        self._refusals = 0
+        self._request_id = ""
         span = retries.deadline - self._now()
         self._call_deadline = retries.deadline - min(_RESERVE_MOST_S, span * _RESERVE_SHARE)
 
@@ -67,13 +67,11 @@ class Attempt:
 
         Raises JournalError when an intent cannot be put on record; nothing was called with that id then.
         """
-        request_id = recorded_request_id or derive_request_id(self._operation_id, self._identity)
-        if not recorded_request_id:
-            await self._journal.intent(self._aim.name, request_id, self._wave)
+        self._request_id = recorded_request_id
         ask = bool(recorded_request_id)
         last: Answer | None = None
         while True:
-            answer = await self._ask(request_id) if ask else await self._call(request_id)
+            answer = await self._ask() if ask else await self._call()
             if answer is None:
                 ask = False
                 if self._now() + _SHORTEST_S < self._call_deadline:
@@ -84,29 +82,37 @@ class Attempt:
             if advice.next is not Next.DONE and self._give_up():
                 advice = Advice(Next.DONE, why="not tried again: the operation was cancelled")
             if advice.next is Next.DONE:
-                answer = await self._last_question(answer, request_id)
-                return self._complete(answer.result, request_id, advice.why)
+                answer = await self._last_question(answer)
+                return self._complete(answer.result, advice.why)
             await asyncio.sleep(advice.after_s)
-            ask = advice.next is Next.ASK
-            if advice.next is Next.REPEAT and answer.result.code == "FAILED_PRECONDITION":
-                self._refusals += 1
-                fresh_id = derive_request_id(self._operation_id, f"{self._identity}#{self._refusals}")
+            ask = advice.next is Next.ASK and bool(self._request_id)
+            if advice.next is Next.REPEAT and answer.result.code == "FAILED_PRECONDITION" and self._request_id:
                 try:
-                    await self._journal.intent(self._aim.name, fresh_id, self._wave)
+                    await self._intend(next_request_id(self._request_id))
                 except JournalError as error:
-                    return self._complete(answer.result, request_id, f"not tried again: the store failed: {error}")
-                request_id = fresh_id
+                    return self._complete(answer.result, f"not tried again: the store failed: {error}")
 
-    async def _call(self, request_id: str) -> Answer:
+    async def _intend(self, request_id: str) -> None:
+        await self._journal.intent(self._aim.name, request_id, self._wave)
+        self._request_id = request_id
+
+    async def _call(self) -> Answer:
         self._calls += 1
-        timeout_s = max(_SHORTEST_S, self._call_deadline - self._now())
-        return await self._replicas.call(self._aim, self._spec, request_id, timeout_s)
+        if not self._request_id:
+            who = await self._replicas.identify(self._aim, self._left_s())
+            if isinstance(who, Answer):
+                return who
+            await self._intend(derive_request_id(self._operation_id, who))
+        return await self._replicas.call(self._aim, self._spec, self._request_id, self._left_s())
 
-    async def _ask(self, request_id: str) -> Answer | None:
+    def _left_s(self) -> float:
+        return max(_SHORTEST_S, self._call_deadline - self._now())
+
+    async def _ask(self) -> Answer | None:
         """The replica's last word on this id; None when it does not know it."""
         while True:
             left = min(_QUESTION_S, self._call_deadline - self._now())
-            asked = await self._replicas.ask(self._aim, request_id, max(_SHORTEST_S, left))
+            asked = await self._replicas.ask(self._aim, self._request_id, max(_SHORTEST_S, left))
             if asked.known is False:
                 return None
             if asked.answer is not None:
@@ -115,19 +121,19 @@ class Attempt:
                 return Answer(_under_way())
             await asyncio.sleep(_POLL_S)
 
-    async def _last_question(self, answer: Answer, request_id: str) -> Answer:
+    async def _last_question(self, answer: Answer) -> Answer:
         """Ask once more with the time kept back when the outcome is unknown and the replica may know it by now."""
         left = self._retries.deadline - self._now()
-        if self._calls == 0 or not outcome_unknown(answer.result) or left < _SHORTEST_S:
+        if self._calls == 0 or not self._request_id or not outcome_unknown(answer.result) or left < _SHORTEST_S:
             return answer
-        return settled(await self._replicas.ask(self._aim, request_id, min(_QUESTION_S, left)), answer)
+        return settled(await self._replicas.ask(self._aim, self._request_id, min(_QUESTION_S, left)), answer)
 
-    def _complete(self, result: fleet_pb2.TargetResult, request_id: str, why: str) -> fleet_pb2.TargetResult:
+    def _complete(self, result: fleet_pb2.TargetResult, why: str) -> fleet_pb2.TargetResult:
         final = fleet_pb2.TargetResult()
         final.CopyFrom(result)
         final.replica = self._aim.name
         final.address = self._aim.address
-        final.request_id = request_id
+        final.request_id = self._request_id
         final.attempts = self._calls
         final.wave = self._wave
         for key, value in self._aim.labels.items():

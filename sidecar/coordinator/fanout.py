@@ -22,7 +22,7 @@ from sidecar.coordinator.outcomes import Failure
 from sidecar.coordinator.port import Aim, Answer, Asked, Health
 from sidecar.coordinator.resolution import CONNECT_TIMEOUT_S
 from sidecar.coordinator.selectors import read_targets
-from sidecar.coordinator.targets import Target, derive_request_id
+from sidecar.coordinator.targets import Target
 
 WITHDRAW_TIMEOUT_S: Final = 2.0
 
@@ -54,38 +54,50 @@ class GrpcReplicas:
         self._named_in_s = named_in_s
         self._channels = channels
         self._identities = dict(identities or {})
-        self._owners: dict[str, str] = {}
-        for address, info in self._identities.items():
-            if info.instance_id:
-                self._owners.setdefault(info.instance_id, address)
+        self._owners: dict[str, Aim] = {}
         self._under_way: dict[str, tuple[Aim, str]] = {}
+        self._called: dict[str, str] = {}
+
+    def claim(self, aim: Aim) -> None:
+        """Say that this target was called before: its replica is not called under another name."""
+        info = self._identities.get(aim.address)
+        if info is not None:
+            self._owner(aim, info)
+
+    async def identify(self, aim: Aim, timeout_s: float) -> str | Answer:
+        """What the replica's request ids are derived from, or why it is not called. Asked once an operation."""
+        info = self._identities.get(aim.address)
+        if info is None:
+            waited_s = self._named_in_s if aim.address in self._unnamed else 0.0
+            silent = self._unnamed.get(aim.address)
+            if silent is not None and timeout_s < LEAST_CALL_S:
+                return _not_called(silent, waited_s)
+            started = time.monotonic()
+            async with self._channels.lease(_target(aim)) as channel:
+                limit = min(CONNECT_TIMEOUT_S, timeout_s)
+                found = await calls.get_replica(channel, aim.address, limit, self._channels.metadata(), waited_s)
+            if isinstance(found, Failure):
+                return _not_called(found, time.monotonic() - started + waited_s)
+            self._identities[aim.address] = info = found
+        owner = self._owner(aim, info)
+        if owner.name != aim.name:
+            return Answer(resolution.duplicate(aim.name, aim.address, owner.name, owner.address))
+        return _identity(aim, info)
 
     async def call(self, aim: Aim, spec: fleet_pb2.OperationSpec, request_id: str, timeout_s: float) -> Answer:
         """Run the operation on one replica, once."""
         started = time.monotonic()
-        waited_s = self._named_in_s if aim.address in self._unnamed else 0.0
-        silent = self._unnamed.get(aim.address)
-        if silent is not None and timeout_s < LEAST_CALL_S:
-            return _not_called(silent, waited_s)
-        async with self._channels.lease(_target(aim)) as channel:
-            metadata = self._channels.metadata()
-            if aim.address not in self._identities:
-                limit = min(CONNECT_TIMEOUT_S, timeout_s)
-                found = await calls.get_replica(channel, aim.address, limit, metadata, waited_s)
-                if isinstance(found, Failure):
-                    return _not_called(found, time.monotonic() - started + waited_s)
-                self._identities[aim.address] = found
-                if found.instance_id:
-                    self._owners.setdefault(found.instance_id, aim.address)
-            owner = self._owners.get(self._identities[aim.address].instance_id, aim.address)
-            if owner != aim.address:
-                return Answer(resolution.duplicate(aim.name, aim.address, owner))
-            left_s = max(timeout_s - (time.monotonic() - started), 0.001)
-            self._under_way[aim.name] = (aim, request_id)
-            try:
-                return await calls.call_target(channel, spec, request_id, aim.name, left_s, metadata)
-            finally:
-                del self._under_way[aim.name]
+        who = await self.identify(aim, timeout_s)
+        if isinstance(who, Answer):
+            return who
+        left_s = max(timeout_s - (time.monotonic() - started), 0.001)
+        self._under_way[aim.name] = (aim, request_id)
+        self._called[aim.name] = request_id
+        try:
+            async with self._channels.lease(_target(aim)) as channel:
+                return await calls.call_target(channel, spec, request_id, who, left_s, self._channels.metadata())
+        finally:
+            del self._under_way[aim.name]
 
     async def ask(self, aim: Aim, request_id: str, timeout_s: float) -> Asked:
         """What became of a request id."""
@@ -111,16 +123,22 @@ class GrpcReplicas:
                 withdrawn += await calls.cancel_operation(channel, request_id, WITHDRAW_TIMEOUT_S, metadata)
         return withdrawn
 
-    @property
-    def identities(self) -> Mapping[str, types_pb2.ReplicaInfo]:
-        """Address -> who answered there, so far."""
-        return self._identities
+    def called_with(self, name: str) -> str:
+        """Request id of the last call to a target; empty when it was not called."""
+        return self._called.get(name, "")
+
+    def _owner(self, aim: Aim, info: types_pb2.ReplicaInfo) -> Aim:
+        return self._owners.setdefault(info.instance_id, aim) if info.instance_id else aim
 
 
 def _not_called(failure: Failure, took_s: float) -> Answer:
     row = outcomes.of_failure(failure, sent=False)
     row.took.FromTimedelta(timedelta(seconds=took_s))
     return Answer(row, failure.retry_after_s)
+
+
+def _identity(aim: Aim, info: types_pb2.ReplicaInfo) -> str:
+    return aim.identity or info.name or aim.name
 
 
 def _target(aim: Aim) -> Target:
@@ -226,12 +244,19 @@ class Run:
     def leave(self) -> fleet_pb2.FleetOperation:
         """The operation as far as it is known, for a caller that stops waiting: what was under way is UNKNOWN."""
         for row in self._rows.values():
-            if row.outcome == fleet_pb2.TARGET_OUTCOME_RUNNING:
+            request_id = self._replicas.called_with(row.replica) if self._replicas else ""
+            running = row.outcome == fleet_pb2.TARGET_OUTCOME_RUNNING
+            if running and request_id:
                 row.outcome = fleet_pb2.TARGET_OUTCOME_UNKNOWN
                 row.execution = types_pb2.EXECUTION_UNKNOWN
                 row.code, row.reason = "CANCELLED", outcomes.OUTCOME_UNKNOWN
-                row.request_id = row.request_id or derive_request_id(self._operation.operation_id, row.replica)
+                row.request_id = request_id
                 row.message = "left before its answer came; ask again with the same request id"
+            elif running:
+                row.outcome = fleet_pb2.TARGET_OUTCOME_CANCELLED
+                row.execution = types_pb2.EXECUTION_NOT_EXECUTED
+                row.code = row.reason = "CANCELLED"
+                row.message = "left before it had said who it is; nothing was called"
             elif row.outcome == fleet_pb2.TARGET_OUTCOME_UNSPECIFIED:
                 row.outcome = fleet_pb2.TARGET_OUTCOME_CANCELLED
                 row.execution = types_pb2.EXECUTION_NOT_EXECUTED

@@ -37,7 +37,7 @@ from sidecar.rpc.errors import Failure, failure
 MAX_ACTIVE: Final = 32
 """Operations under way at once; each may have 1,024 calls in flight."""
 
-_RECENT: Final = 64
+_RECENT: Final = 8
 _IDENTIFY_S: Final = 2.0
 _FLUSH_EVERY_S: Final = 5.0
 _WATCH_PAUSE_S: Final = 0.01
@@ -193,6 +193,9 @@ class Operations:
         try:
             if replicas is None:
                 replicas = GrpcReplicas(self._channels, await self._identities(stored))
+                for aim in stored.aims:
+                    if aim.name in stored.recorded and stored.recorded[aim.name].request_id:
+                        replicas.claim(aim)
             live.execution = execution = Execution(
                 operation.operation_id,
                 operation.spec,

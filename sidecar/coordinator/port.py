@@ -25,7 +25,9 @@ class Aim:
     server_name: str = ""
     """Name to expect in the TLS certificate when it is not the host of `address`."""
     identity: str = ""
-    """What request ids are derived from where names are used again for other replicas. Empty: the name."""
+    """What request ids are derived from where names are used again for other replicas. Empty: the name that the replica
+    gives itself.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,12 @@ class Health:
 
 class Replicas(Protocol):
     """How replicas are reached. No method raises for what a replica or a network does; each ends by its timeout."""
+
+    async def identify(self, aim: Aim, timeout_s: float) -> str | Answer:
+        """What the replica's request ids are derived from. An Answer when it must not be called: nobody is there,
+        somebody who is no sidecar, or a replica that this operation calls under another name.
+        """
+        ...
 
     async def call(self, aim: Aim, spec: fleet_pb2.OperationSpec, request_id: str, timeout_s: float) -> Answer:
         """Run the operation on one replica, once."""

@@ -118,7 +118,7 @@ def _merge(
     """Drop further addresses of one replica and targets that are not ready; make names unique."""
     aims: list[Aim] = []
     apart: list[fleet_pb2.TargetResult] = []
-    owners: dict[str, str] = {}
+    owners: dict[str, tuple[str, str]] = {}
     taken: set[str] = set()
     shared: list[str] = []
     for target, name in chosen:
@@ -128,9 +128,11 @@ def _merge(
         if target.not_ready:
             apart.append(skipped(unique, target.address, outcomes.TARGET_NOT_READY, f"not called: {target.not_ready}"))
             continue
-        owner = owners.setdefault(info.instance_id, target.address) if info and info.instance_id else target.address
-        if owner != target.address:
-            row = duplicate(unique, target.address, owner)
+        # One address under two names is one replica, whoever is there.
+        key = info.instance_id if info and info.instance_id else target.address
+        owner = owners.setdefault(key, (unique, target.address))
+        if owner[0] != unique:
+            row = duplicate(unique, target.address, *owner)
             apart.append(row)
             warnings.append(row.message)
             continue
@@ -157,7 +159,9 @@ def skipped(name: str, address: str, reason: str, message: str) -> fleet_pb2.Tar
     )
 
 
-def duplicate(name: str, address: str, owner: str) -> fleet_pb2.TargetResult:
-    """The row of a further address of a replica that is called through `owner`."""
-    text = f"{address} and {owner} are one replica; it is called once, through {owner}"
+def duplicate(name: str, address: str, owner: str, owner_address: str) -> fleet_pb2.TargetResult:
+    """The row of a further name or address of a replica that is called as `owner`."""
+    text = f"{address} and {owner_address} are one replica; it is called once, through {owner_address}"
+    if address == owner_address:
+        text = f"{name} and {owner} are one replica, {address}; it is called once, as {owner}"
     return skipped(name, address, outcomes.DUPLICATE_TARGET, text)

@@ -26,7 +26,9 @@ class Target:
     server_name: str = ""
     """Name to expect in the TLS certificate when it is not the host of `address` (addresses found through DNS)."""
     identity: str = ""
-    """What request ids are derived from where names are used again for other replicas: a pod's uid. Empty: the name."""
+    """What request ids are derived from where names are used again for other replicas: a pod's uid. Empty: the name
+    that the replica gives itself.
+    """
 
     @property
     def shown_as(self) -> str:
@@ -44,10 +46,19 @@ class Discovered:
     warnings: tuple[str, ...] = ()
 
 
-def derive_request_id(operation_id: str, replica: str) -> str:
+def derive_request_id(operation_id: str, identity: str) -> str:
     """The request id one replica sees: the same operation and replica always give the same id.
 
-    The replica's name is used, not its instance id: an operation resumed after the replica's sidecar restarted must
+    `identity` is what the replica calls itself, not what an inventory calls it: two names or addresses of one replica
+    must give one effect. Nor is it the sidecar's instance id: an operation repeated after the sidecar restarted must
     still be recognised by the engine as the one that it has run already.
     """
-    return str(uuid.uuid5(uuid.UUID(operation_id), replica))
+    return str(uuid.uuid5(uuid.UUID(operation_id), identity))
+
+
+def next_request_id(request_id: str) -> str:
+    """The id of the attempt after one that was refused: engines answer a repeated id with the recorded refusal.
+
+    It follows from the last id alone, so that whoever goes on after a crash never returns to an id used before.
+    """
+    return str(uuid.uuid5(uuid.UUID(request_id), "again"))

@@ -155,6 +155,28 @@ async def test_two_named_addresses_of_one_replica_are_found_out_at_the_call() ->
     ]
 
 
+async def test_one_address_under_two_names_is_called_once_and_the_other_name_says_why() -> None:
+    fake = FakeSidecar("r0")
+    async with serving(fake) as [address]:
+        operation = await run([Target(address, name="a"), Target(address, name="b")])
+    assert len(fake.effects) == 1
+    rows = by_name(operation)
+    assert rows["a"].outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED
+    assert (rows["b"].outcome, rows["b"].reason) == (fleet_pb2.TARGET_OUTCOME_SKIPPED, "DUPLICATE_TARGET")
+    assert "b and a are one replica" in rows["b"].message
+    assert operation.state == fleet_pb2.OPERATION_STATE_SUCCEEDED
+
+
+async def test_an_operation_repeated_under_another_name_of_the_replica_has_no_second_effect() -> None:
+    fake = FakeSidecar("r0")
+    operation_id = str(uuid.uuid4())
+    async with serving(fake) as [address]:
+        for name in ("a", "b", ""):
+            repeated = await run([Target(address, name=name)], operation_id=operation_id)
+            assert repeated.results[0].request_id == derive_request_id(operation_id, "r0")
+    assert len(fake.effects) == 1
+
+
 async def test_a_web_server_is_told_apart_from_a_sidecar() -> None:
     with web_server() as address:
         operation = await run([Target(address, name="vllm")])

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 from kvctl.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2
 
-from sidecar.coordinator.targets import derive_request_id
+from sidecar.coordinator.targets import derive_request_id, next_request_id
 from sidecar.rpc import addresses, channels
 from tests.contract.sidecar_process import ROOT, SidecarProcess, environment, wait_until
 from tests.fake_engine.process import EngineProcess
@@ -29,6 +29,8 @@ class Fleet:
         self._stack = ExitStack()
         self.targets: list[str] = []
         self._effects: dict[str, Path] = {}
+        self._own_names: dict[str, str] = {}
+        """What a replica calls itself, by the name that the coordinator has for it."""
         for index in range(replicas):
             name = f"r{index}"
             work = folder / name
@@ -36,7 +38,8 @@ class Fleet:
             self._effects[name] = work / "effects.jsonl"
             engine = EngineProcess(work / "engines", "--effects", str(self._effects[name]))
             self._stack.callback(engine.end)
-            sidecar = SidecarProcess(work / "engines", work, "--log-level", "warning")
+            self._own_names[name] = f"own-{name}"
+            sidecar = SidecarProcess(work / "engines", work, "--name", f"own-{name}", "--log-level", "warning")
             self._stack.callback(sidecar.end)
             sidecar.wait_ready()
             self.targets += ["--targets", f"{name}={sidecar.address}"]
@@ -46,8 +49,9 @@ class Fleet:
         counted = {}
         for name, file in self._effects.items():
             lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-            ours = {derive_request_id(operation_id, name)}
-            ours |= {derive_request_id(operation_id, f"{name}#{again}") for again in range(1, 10)}
+            ours = [derive_request_id(operation_id, self._own_names[name])]
+            for _ in range(10):
+                ours.append(next_request_id(ours[-1]))
             counted[name] = sum(line["request_id"] in ours and line["effect"] == "reset" for line in lines)
         return counted
 

@@ -12,6 +12,7 @@ from kvctl.v1 import fleet_pb2, types_pb2
 
 from sidecar.coordinator.execution import Execution
 from sidecar.coordinator.port import Aim, Answer, Asked, Health, JournalError, Recorded
+from sidecar.coordinator.targets import derive_request_id, next_request_id
 from tests import fake_time
 
 SUCCEEDED = fleet_pb2.TARGET_OUTCOME_SUCCEEDED
@@ -46,6 +47,9 @@ class FakeFleet:
         self.most_under_way = 0
         self.ill: dict[str, str] = {}
         self.cannot_ask: set[str] = set()
+
+    async def identify(self, aim: Aim, timeout_s: float) -> str | Answer:
+        return aim.identity or aim.name
 
     async def call(self, aim: Aim, spec: fleet_pb2.OperationSpec, request_id: str, timeout_s: float) -> Answer:
         self.calls.append((now(), aim.name, request_id))
@@ -382,7 +386,34 @@ def test_after_a_crash_in_a_cancel_the_rest_is_cancelled_too_not_stopped_by_a_fa
     assert results["r2"].message == "stop it"
 
 
-@settings(max_examples=300, deadline=None)
+def test_no_request_id_is_used_again_after_its_refusal_whenever_the_run_is_taken_up_again() -> None:
+    fleet, disk = FakeFleet(), FakeDisk()
+    fleet.script["r0"] = [answer(FAILED, "FAILED_PRECONDITION", "CONNECTOR_BUSY")] * 9 + [answer()] * 9
+    spec = reset()
+    spec.wait = True
+
+    async def work() -> fleet_pb2.TargetResult:
+        for _ in range(6):
+            execution = Execution(OPERATION, spec, aims(1), fleet, journal=disk, recorded=disk.recorded())
+            task = asyncio.create_task(execution.run())
+            await asyncio.wait([task], timeout=1.0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        last = Execution(OPERATION, spec, aims(1), fleet, journal=disk, recorded=disk.recorded())
+        return (await last.run())["r0"]
+
+    row = fake_time.run(work())
+    assert row.outcome == SUCCEEDED
+    assert fleet.effects["r0"] == 1
+    ids = [request_id for _, _, request_id in fleet.calls]
+    first = derive_request_id(OPERATION, "r0")
+    chain = [first]
+    while len(chain) < len(set(ids)):
+        chain.append(next_request_id(chain[-1]))
+    assert list(dict.fromkeys(ids)) == chain, "each id follows from the one before"
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     count=st.integers(1, 6),
     rolling=st.booleans(),
