@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Final
@@ -27,8 +27,16 @@ from sidecar.client.remote import CoordinatorReach, Detached
 INTERRUPTED: Final = 130
 
 
-def operate(settings: Settings, spec: fleet_pb2.OperationSpec, options: Mapping[str, object]) -> int:
-    """Run the spec with a command's common options; prints the result and returns the exit code."""
+Look = Callable[[Reach, fleet_pb2.Targets], Awaitable[None]]
+
+
+def operate(
+    settings: Settings, spec: fleet_pb2.OperationSpec, options: Mapping[str, object], look_first: Look | None = None
+) -> int:
+    """Run the spec with a command's common options; prints the result and returns the exit code.
+
+    `look_first`: something to read, and perhaps to warn of, before the operation starts.
+    """
     replicas, selector = str(options["replicas"]), options.get("selector")
     spec.targets.CopyFrom(reaching.targets_of(replicas, str(selector) if selector else None))
     _fill_rollout(spec, options)
@@ -40,6 +48,8 @@ def operate(settings: Settings, spec: fleet_pb2.OperationSpec, options: Mapping[
     form = str(options["output"])
 
     async def work(reach: Reach) -> int:
+        if look_first is not None:
+            await look_first(reach, spec.targets)
         with Progress(sys.stderr) as progress, interruptible(reach) as interrupts:
             try:
                 operation = await reach.run(spec, operation_id, progress.changed)

@@ -23,7 +23,7 @@ from kvctl.v1 import fleet_pb2, replica_pb2, types_pb2
 
 from sidecar.client.direct import DirectReach
 from sidecar.client.errors import KvctlError, ReplicaUnavailable, RequestInvalid, error_for
-from sidecar.client.reach import Reach, discovery_of
+from sidecar.client.reach import Reach, discovery_of, given_id
 from sidecar.client.remote import CoordinatorError, CoordinatorReach
 from sidecar.client.results import FleetResult, ReplicaAdmission, fleet_result, replica_admission
 from sidecar.client.weights import DEFAULT_LEASE_S, DEFAULT_STEP_TIMEOUT_S, Abandon, UpdatePlan, WeightUpdate
@@ -180,11 +180,28 @@ class Fleet:
         return await self._run(spec, replicas, timeout_s, None, operation_id)
 
     async def resume_scheduling(
-        self, *, replicas: str = "all", weight_version: str = "", timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        *,
+        replicas: str = "all",
+        pause_operation_id: str = "",
+        force: bool = False,
+        weight_version: str = "",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> FleetResult:
-        """Schedule again whatever paused it, such as an abandoned weight update."""
-        spec = fleet_pb2.OperationSpec(resume=replica_pb2.ResumeSchedulingRequest(weight_version=weight_version))
-        return await self._run(spec, replicas, timeout_s, None, "")
+        """Schedule again, such as after an abandoned weight update.
+
+        A pause whose lease is alive has an owner: it ends only by `pause_operation_id`, the id of the operation that
+        paused, or with `force`, whoever holds it. RequestInvalid when both are given.
+        """
+        if force and pause_operation_id:
+            raise RequestInvalid("force ends whatever pause there is, pause_operation_id the one it names; give one")
+        with _as_errors():
+            resume = replica_pb2.ResumeSchedulingRequest(
+                pause_request_id=given_id(pause_operation_id) if pause_operation_id else "",
+                weight_version=weight_version,
+                force=force,
+            )
+        return await self._run(fleet_pb2.OperationSpec(resume=resume), replicas, timeout_s, None, "")
 
     def weight_update(
         self,

@@ -175,11 +175,23 @@ class Fleet:
         )
 
     def resume_scheduling(
-        self, *, replicas: str = "all", weight_version: str = "", timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        *,
+        replicas: str = "all",
+        pause_operation_id: str = "",
+        force: bool = False,
+        weight_version: str = "",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> FleetResult:
-        """Schedule again whatever paused it, such as an abandoned weight update."""
+        """Schedule again. See `aio.Fleet.resume_scheduling`."""
         return self._wait(
-            self._fleet.resume_scheduling(replicas=replicas, weight_version=weight_version, timeout_s=timeout_s)
+            self._fleet.resume_scheduling(
+                replicas=replicas,
+                pause_operation_id=pause_operation_id,
+                force=force,
+                weight_version=weight_version,
+                timeout_s=timeout_s,
+            )
         )
 
     @contextmanager

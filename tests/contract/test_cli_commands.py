@@ -404,6 +404,19 @@ def test_contexts_can_be_made_chosen_and_used(tmp_path: Path) -> None:
     assert (tmp_path / "config" / "kvctl" / "config.yaml").stat().st_mode & 0o077 == 0
 
 
+def test_a_context_can_be_deleted_and_an_unknown_one_is_named_with_the_known_ones(tmp_path: Path) -> None:
+    for name in ("lab", "prod"):
+        kvctl(tmp_path, "config", "set-context", name, "--target", "127.0.0.1:1")
+    other = kvctl(tmp_path, "config", "delete-context", "prod")
+    assert (other.returncode, other.stderr) == (0, "context prod is forgotten\n")
+    current = kvctl(tmp_path, "config", "delete-context", "lab")
+    assert "no context is current now" in current.stderr
+    assert kvctl(tmp_path, "config", "get-contexts", "-o", "name").stdout == ""
+    assert "no replicas to talk to" in kvctl(tmp_path, "replicas").stderr
+    unknown = kvctl(tmp_path, "config", "delete-context", "lab")
+    assert (unknown.returncode, "no context 'lab'" in unknown.stderr) == (2, True)
+
+
 def test_the_inventory_of_the_local_fleet_is_found_last(tmp_path: Path) -> None:
     with fleet(tmp_path, FakeSidecar("r0")) as inventory:
         home = tmp_path / "kvctl" / "local"

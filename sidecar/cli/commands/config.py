@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import click
 
-from sidecar.cli.settings import Settings
+from sidecar.cli.settings import Config, Settings
 
 
 def _contexts(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -49,13 +49,10 @@ def use_context(name: str) -> None:
     """Make a context the current one."""
     from dataclasses import replace
 
-    from sidecar.cli.failures import Refusal
     from sidecar.cli.settings import config_path, load_config, save_config
 
     found = load_config(config_path())
-    if name not in found.contexts:
-        known = ", ".join(sorted(found.contexts)) or "none"
-        raise Refusal(f"no context {name!r} in {found.path}; known: {known}")
+    known_context(found, name)
     save_config(replace(found, current=name))
     click.echo(f"current context is {name}: {_fleet(found.contexts[name])}", err=True)
 
@@ -94,6 +91,32 @@ def set_context(name: str, target: tuple[str, ...], **given: str | bool | None) 
         raise Refusal(f"context {name!r} names no fleet; give --coordinator, --target or --inventory")
     save_config(replace(found, contexts={**found.contexts, name: made}, current=found.current or name))
     click.echo(f"context {name}: {_fleet(made)}", err=True)
+
+
+@config.command("delete-context")
+@click.argument("name", shell_complete=_contexts)
+def delete_context(name: str) -> None:
+    """Forget a context. No fleet is touched; where it was the current one, none is afterwards."""
+    from dataclasses import replace
+
+    from sidecar.cli.settings import config_path, load_config, save_config
+
+    found = load_config(config_path())
+    known_context(found, name)
+    left = {each: settings for each, settings in found.contexts.items() if each != name}
+    was_current = found.current == name
+    save_config(replace(found, contexts=left, current="" if was_current else found.current))
+    then = "; no context is current now, choose one with `kvctl config use-context`" if was_current else ""
+    click.echo(f"context {name} is forgotten{then}", err=True)
+
+
+def known_context(config: Config, name: str) -> None:
+    """Refusal that names the contexts there are, unless this is one of them."""
+    from sidecar.cli.failures import Refusal
+
+    if name not in config.contexts:
+        known = ", ".join(sorted(config.contexts)) or "none"
+        raise Refusal(f"no context {name!r} in {config.path}; known: {known}")
 
 
 def _fleet(settings: Settings) -> str:

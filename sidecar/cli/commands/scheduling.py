@@ -51,23 +51,34 @@ def pause(settings: Settings, lease: float, then_resume: bool, **options: object
 
 @scheduling.command()
 @selection_options
-@click.option(
-    "--pause", "pause_id", metavar="UUID", help="Operation id of the pause to end. Default: whatever paused it."
-)
+@click.option("--pause", "pause_id", metavar="UUID", help="Operation id of the `kvctl scheduling pause` to end.")
+@click.option("--force", is_flag=True, help="End also a live lease that somebody else holds.")
 @click.option("--weight-version", metavar="TEXT", help="Recorded at the engine as the version of its weights.")
 @running_options
 @output_option(*OPERATION_FORMATS)
 @connection_options
-def resume(settings: Settings, pause_id: str | None, weight_version: str | None, **options: object) -> None:
-    """Schedule again. Without --pause it ends any pause, also one that an abandoned weight update left behind."""
+def resume(
+    settings: Settings, pause_id: str | None, force: bool, weight_version: str | None, **options: object
+) -> None:
+    """Schedule again: what vLLM's own pause or an abandoned weight update left behind. A pause whose lease is alive
+    has an owner, perhaps a trainer in the middle of writing weights: end it by its id with --pause, or with --force.
+    """
+    if force and pause_id is not None:
+        raise click.UsageError("--force ends whatever pause there is, --pause the one it names; give one of them")
+    from functools import partial
+
     from kvctl.v1 import fleet_pb2, replica_pb2
 
+    from sidecar.cli import abandoned
     from sidecar.cli.operating import exit_with, operate
     from sidecar.cli.reaching import told_plainly
-    from sidecar.client.reach import checked_id
+    from sidecar.client.reach import given_id
 
     with told_plainly():
         request = replica_pb2.ResumeSchedulingRequest(
-            pause_request_id=checked_id(pause_id) if pause_id else "", weight_version=weight_version or ""
+            pause_request_id=given_id(pause_id) if pause_id is not None else "",
+            weight_version=weight_version or "",
+            force=force,
         )
-    exit_with(operate(settings, fleet_pb2.OperationSpec(resume=request), options))
+    look_first = partial(abandoned.warn, dry_run=bool(options["dry_run"]))
+    exit_with(operate(settings, fleet_pb2.OperationSpec(resume=request), options, look_first))

@@ -11,6 +11,7 @@ NEXT: Final = {
     "BLOCKS_HELD_BY_TRANSFERS": "transfers end by themselves: try again with --wait, or use --mode keep",
     "REMOTE_LOADS_IN_FLIGHT": "try again with --wait once the loads are done, or use --mode keep",
     "HELD_WHILE_PAUSED": "use --mode preempt or keep, or resume first: `kvctl scheduling resume`",
+    "OTHER_INSTANCE": "that sidecar was restarted meanwhile; nothing was done there: run it again",
     "CONNECTOR_BUSY": "the connector is still moving data: try again with --wait",
     "NOT_DEADLOCKED": "nothing to relieve; `kvctl admission` shows the verdict",
     "RELIEF_EXHAUSTED": "relief did not help: look at `kvctl admission -o wide`",
@@ -38,6 +39,11 @@ NEXT: Final = {
 }
 """Reason -> one line. `{operation_id}` is filled in."""
 
+_NEXT_OF_RESUME: Final = {
+    "WRONG_SCHEDULING_STATE": "its owner ends a live lease, or you: --pause OPERATION_ID of the pause, or --force",
+}
+"""Where a resume is refused because somebody else holds the pause."""
+
 _NEXT_OF_REORDER: Final = {
     "BLOCKS_HELD_BY_REQUESTS": "use --scope uncached or --scope all-free: both work while requests run",
     "BLOCKS_HELD_BY_TRANSFERS": "try again with --wait, or use --scope uncached or all-free",
@@ -46,8 +52,13 @@ _NEXT_OF_REORDER: Final = {
 """Where a reorder's way out is another than a reset's."""
 
 
+_NEXT_OF_KIND: Final = {
+    types_pb2.OPERATION_KIND_REORDER: _NEXT_OF_REORDER,
+    types_pb2.OPERATION_KIND_RESUME: _NEXT_OF_RESUME,
+}
+
+
 def advise(reason: str, operation_id: str = "", kind: types_pb2.OperationKind.ValueType | None = None) -> str:
     """What to do about a reason of an operation of this kind; empty when there is nothing to add."""
-    if kind == types_pb2.OPERATION_KIND_REORDER and reason in _NEXT_OF_REORDER:
-        return _NEXT_OF_REORDER[reason]
-    return NEXT.get(reason, "").replace("{operation_id}", operation_id)
+    special = _NEXT_OF_KIND.get(kind, {}) if kind is not None else {}
+    return special.get(reason, NEXT.get(reason, "")).replace("{operation_id}", operation_id)

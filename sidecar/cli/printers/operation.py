@@ -139,6 +139,8 @@ def summary(operation: fleet_pb2.FleetOperation) -> list[str]:
         lines.append("the list of replicas may be incomplete; those not found were not called")
     state = state_name(operation.state) if operation.state else ""
     lines.append(f"operation {operation.operation_id}" + (f" ({state})" if state else ""))
+    if operation.counts.succeeded and operation.spec.HasField("pause") and not operation.spec.validate_only:
+        lines.append(f"  -> end it with `kvctl scheduling resume --pause {operation.operation_id}`")
     if operation.state == fleet_pb2.OPERATION_STATE_PAUSED:
         lines.append(f"  -> it goes on with `kvctl ops resume {operation.operation_id}`")
     return lines
