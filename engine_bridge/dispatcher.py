@@ -228,7 +228,10 @@ class Dispatcher:
         lease = self.memory.lease
         if lease is not None and lease.request_id == request_id:
             # The pause itself is over; what can still be withdrawn is its lease.
-            lease.expires_ns = self._clock()
+            lease.expires_ns, lease.withdrawn = self._clock(), True
+            if self._active is None:
+                # Now and not at the next boundary: a new pause may be the very next message.
+                self._end_lease(lease)
             return protocol.Cancelled(
                 request.call, request.request_id, cancelled=True, message="the lease ends now, as if it had expired"
             )

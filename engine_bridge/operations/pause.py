@@ -18,6 +18,10 @@ from engine_bridge.port import EnginePort, Work
 logger = logging.getLogger("kvctl.bridge")
 
 _WRONG = "WRONG_SCHEDULING_STATE"
+_PENDING = (
+    "a pause or sleep of vLLM's own still waits for model steps and requests to run out; wait until it has taken hold "
+    "and end it there"
+)
 
 LONGEST_LEASE_NS: Final = 2**62
 """More makes sums that no frame can carry; the sidecar allows far less."""
@@ -49,6 +53,8 @@ def pause(port: EnginePort, request: protocol.Pause, context: Context) -> Work[V
         return Verdict("invalid", reason="INVALID_FIELD", message="lease_ns must be positive and at most 2**62")
     if port.sleeping():
         return Verdict("refused", reason="ENGINE_SLEEPING", message="the engine sleeps; wake it first")
+    if port.sleep_pending():
+        return _wrong(_PENDING)
     if memory.lease is not None:
         return _wrong(f"pause {memory.lease.request_id} already holds the lease on this engine")
     if port.paused_by_vllm():
@@ -58,25 +64,33 @@ def pause(port: EnginePort, request: protocol.Pause, context: Context) -> Work[V
     lease = Lease(request.request_id, context.clock() + request.lease_ns, request.resume_when_abandoned)
     memory.lease = lease
     port.pause()
-    entered = late = False
+    entered = late = ours = False
     try:
-        while port.in_flight() and not late:
+        while (ours := _is_ours(port)) and port.in_flight() and not late:
             yield "step"
             late = context.clock() >= context.deadline_ns
-        if not late:
+        if ours and not late:
             port.synchronize()
             entered = True
     finally:
         if not entered:
-            # Not paused as asked: leave nothing behind that would act on its own later.
+            # Not paused as asked: leave nothing behind that would act on its own later, and others' pause to them.
             memory.lease, memory.abandoned = None, before
-            if not before:
+            if not before and _is_ours(port):
                 port.resume()
+    if not ours:
+        how = "paused" if port.paused() else "resumed"
+        return _wrong(f"vLLM itself {how} scheduling while model steps in flight were running out; its word stands")
     if late:
         message = "the deadline passed while model steps in flight were running out; scheduling goes on"
         return Verdict("withdrawn", reason="NOT_EXECUTED", message=message)
     lease.expires_ns = context.clock() + request.lease_ns
     return Verdict("done", _result(port, memory, context.clock()))
+
+
+def _is_ours(port: EnginePort) -> bool:
+    """Whether a pause of ours is in force and nobody else has paused, slept or resumed since."""
+    return port.paused() and not port.paused_by_vllm() and not port.sleeping() and not port.sleep_pending()
 
 
 def renew(port: EnginePort, request: protocol.Renew, memory: Memory, now_ns: int) -> Verdict:
@@ -88,9 +102,9 @@ def renew(port: EnginePort, request: protocol.Renew, memory: Memory, now_ns: int
     if lease is None or lease.request_id != request.pause_request_id:
         found = f"pause {lease.request_id} holds the lease" if lease else "no lease is held on this engine"
         ended = memory.ended_by_lease == request.pause_request_id
-        message = "the lease ran out and the engine resumed by itself" if ended else found
+        message = "the lease ended and the engine resumed by itself" if ended else found
         if memory.abandoned == request.pause_request_id:
-            message = "the lease ran out before the weights were declared whole; the engine stays paused"
+            message = "the lease ended before the weights were declared whole; the engine stays paused"
         result = _result(port, memory, now_ns, ended_by_lease=ended)
         return Verdict("refused", result, _WRONG, message)
     lease.expires_ns = now_ns + request.lease_ns
@@ -99,7 +113,9 @@ def renew(port: EnginePort, request: protocol.Renew, memory: Memory, now_ns: int
 
 
 def resume(port: EnginePort, request: protocol.Resume, context: Context) -> Work[Verdict]:
-    """Schedule again, if the pause is the one named; an empty name ends whatever paused the engine."""
+    """Schedule again, if the pause is the one named. An empty name ends whatever paused the engine, except a live lease,
+    which takes `force`. Refused while a sleep or an unfinished pause of vLLM's own is in the way.
+    """
     yield from ()
     memory = context.memory
     wanted = request.pause_request_id
@@ -109,23 +125,46 @@ def resume(port: EnginePort, request: protocol.Resume, context: Context) -> Work
     forget_what_others_ended(port, memory)
     if port.sleeping():
         return Verdict("refused", reason="ENGINE_SLEEPING", message="the engine sleeps; wake it first")
+    if port.sleep_pending():
+        return _wrong(_PENDING)
     if not port.paused():
         ended = bool(wanted) and wanted == memory.ended_by_lease
         if wanted and not ended:
             return _wrong(f"this engine is not paused by {wanted}")
         if request.weight_version:
             port.set_weight_version(request.weight_version)
-        message = "the lease ran out and the engine had resumed by itself" if ended else "the engine was not paused"
+        message = "the lease ended and the engine had resumed by itself" if ended else "the engine was not paused"
         return Verdict("done", _result(port, memory, context.clock(), ended_by_lease=ended), message=message)
-    holder = memory.lease.request_id if memory.lease is not None else memory.abandoned
-    if wanted and wanted != holder:
-        return _wrong(f"the engine is paused by {holder or 'vLLM itself'}, not by {wanted}")
+    refusal = _may_not_resume(port, request, memory, context.clock())
+    if refusal is not None:
+        return refusal
     if request.weight_version:
         port.set_weight_version(request.weight_version)
     port.resume()
     memory.lease = None
     memory.abandoned = ""
     return Verdict("done", _result(port, memory, context.clock()))
+
+
+def _may_not_resume(port: EnginePort, request: protocol.Resume, memory: Memory, now_ns: int) -> Verdict | None:
+    """Why what paused the engine is not this caller's to end."""
+    lacking = port.capabilities().get("pause", "unknown")
+    if lacking:
+        return Verdict("unsupported", reason="ENGINE_LACKS_CAPABILITY", message=f"pause: {lacking}")
+    wanted, lease = request.pause_request_id, memory.lease
+    holder = lease.request_id if lease is not None else memory.abandoned
+    if wanted and wanted != holder:
+        return _wrong(f"the engine is paused by {holder or 'vLLM itself'}, not by {wanted}")
+    if wanted and port.paused_by_vllm() and not request.force:
+        return _wrong("vLLM itself has paused the scheduler as well (its /pause); resume it there, or use force")
+    if lease is not None and not wanted and not request.force:
+        left_s = max(0, lease.expires_ns - now_ns) / 1e9
+        message = (
+            f"pause {lease.request_id} holds the lease on this engine for another {left_s:.1f} s and may be writing "
+            "weights; name that pause, wait for its lease to end, or use force"
+        )
+        return Verdict("refused", _result(port, memory, now_ns), _WRONG, message)
+    return None
 
 
 def end_lease(port: EnginePort, context: Context) -> Work[Verdict]:
@@ -139,19 +178,25 @@ def end_lease(port: EnginePort, context: Context) -> Work[Verdict]:
     memory.lease = None
     # First the state that is safe if anything below raises: paused, and marked.
     memory.abandoned = lease.request_id
+    how = "was withdrawn" if lease.withdrawn else "ran out"
     trouble = reset_for_lease(port)
     context.note_reset("keep")
     for line in trouble:
-        logger.warning("kvctl: lease of pause %s ran out: %s", lease.request_id, line)
+        logger.warning("kvctl: lease of pause %s %s: %s", lease.request_id, how, line)
     if lease.weights_complete or lease.resume_when_abandoned:
-        port.resume()
+        # A sleep or a pause of vLLM's own is not ours to end, and neither is one that still waits for steps.
+        ours = _is_ours(port)
+        if ours:
+            port.resume()
         memory.abandoned = ""
         memory.ended_by_lease = lease.request_id
-        logger.warning("kvctl: lease of pause %s ran out: caches reset, scheduling resumed", lease.request_id)
+        then = "scheduling resumed" if ours else "vLLM's own pause or sleep left as it is"
+        logger.warning("kvctl: lease of pause %s %s: caches reset, %s", lease.request_id, how, then)
     else:
         logger.error(
-            "kvctl: lease of pause %s ran out before its weights were declared whole: caches reset, still paused",
+            "kvctl: lease of pause %s %s before its weights were declared whole: caches reset, still paused",
             lease.request_id,
+            how,
         )
     return Verdict("done", _result(port, memory, context.clock(), ended_by_lease=True))
 

@@ -21,13 +21,10 @@ from sidecar.client.errors import KvctlError, LeaseLost, error_for
 from sidecar.coordinator import outcomes
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.port import Aim
-from sidecar.coordinator.targets import Target, derive_request_id
+from sidecar.coordinator.targets import Target, derive_request_id, next_request_id
 
 RENEWALS_IN_A_LEASE: Final = 3
 """Renewed this often within one lease, so that two lost renewals do not lose it."""
-
-SHORTEST_LEASE_S: Final = 1.0
-"""The least that an engine accepts: what ends an abandoned update soonest."""
 
 _LOST_CODES: Final = frozenset({"FAILED_PRECONDITION", "NOT_FOUND"})
 _AGAIN_CODES: Final = frozenset({"UNAVAILABLE", "FAILED_PRECONDITION", "ABORTED", "DEADLINE_EXCEEDED"})
@@ -72,20 +69,22 @@ class Lease:
         """Say that the new weights are whole: an engine that hears no more resets and resumes by itself."""
         await self._stop_keeping()
         if self.held:
-            await self._tried_renewal(self._lease_s, complete=True, timeout_s=timeout_s)
+            await self._declare_whole(timeout_s)
 
     async def reset(self, request: replica_pb2.ResetPrefixCacheRequest, timeout_s: float) -> None:
         """Forget everything computed with the old weights. A busy connector is asked again until the time is over."""
         mine = replica_pb2.ResetPrefixCacheRequest()
         mine.CopyFrom(request)
-        tries = 0
+        mine.request_id = self._reset_id
 
         async def call(left: float) -> None:
-            nonlocal tries
-            # A refusal is on record under its id and would come back for ever.
-            mine.request_id = self._reset_id if not tries else derive_request_id(self._reset_id, str(tries))
-            tries += 1
-            await stub.ResetPrefixCache(mine, timeout=left, metadata=metadata)
+            try:
+                await stub.ResetPrefixCache(mine, timeout=left, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    # The refusal is on record under its id and would come back for ever.
+                    mine.request_id = next_request_id(mine.request_id)
+                raise
 
         async with self._stub() as (stub, metadata):
             if self.held:
@@ -103,10 +102,19 @@ class Lease:
                 )
 
     async def abandon(self, timeout_s: float) -> None:
-        """Let the lease run out at once: the engine then does what it was told to do with an abandoned update."""
+        """End the lease at once: the engine does what it was told to do with an abandoned update, and a new pause is
+        welcome from then on.
+        """
         await self._stop_keeping()
-        if self.held:
-            await self._tried_renewal(SHORTEST_LEASE_S, complete=False, timeout_s=timeout_s)
+        if not self.held:
+            return
+        request = replica_pb2.CancelOperationRequest(request_id=self.pause_id)
+        async with self._stub() as (stub, metadata):
+
+            async def call(left: float) -> None:
+                await stub.CancelOperation(request, timeout=left, metadata=metadata)
+
+            await self._tried(call, timeout_s)
 
     async def close(self) -> None:
         """Keep the lease no longer."""
@@ -140,11 +148,11 @@ class Lease:
         async with self._stub() as (stub, metadata):
             await stub.RenewPause(request, timeout=timeout_s, metadata=metadata)
 
-    async def _tried_renewal(self, lease_s: float, *, complete: bool, timeout_s: float) -> None:
+    async def _declare_whole(self, timeout_s: float) -> None:
         deadline = _now() + timeout_s
         while True:
             try:
-                return await self._renew(lease_s, complete=complete, timeout_s=max(deadline - _now(), 0.05))
+                return await self._renew(self._lease_s, complete=True, timeout_s=max(deadline - _now(), 0.05))
             except grpc.aio.AioRpcError as error:
                 failure = outcomes.read_failure(error)
                 if failure.code in _LOST_CODES:

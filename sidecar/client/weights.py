@@ -148,9 +148,9 @@ class WeightUpdate:
     async def _abandon(self) -> None:
         """The body raised: the weights may be half written."""
         then = "resume" if self._plan.on_abandon == "resume" else "stay paused (verdict PAUSED, ABANDONED_UPDATE)"
-        text = "weight update %s was abandoned: within a second %d replicas reset by themselves and %s"
-        _log.error(text, self.update_id, len(self.replicas), then)
+        _log.error("weight update %s was abandoned: %d replicas reset and %s", self.update_id, len(self.replicas), then)
         try:
+            # One that cannot be told finds out by itself when its lease runs out.
             await self._each(lambda lease: lease.abandon(min(self._plan.step_timeout_s, self._plan.lease_s)))
         finally:
             await self._each(lambda lease: lease.close())

@@ -481,6 +481,13 @@ class EngineContract:
         self.wait_for_scheduling(bridge, "abandoned_update")
         self.resume(bridge)
 
+    def test_a_pause_right_after_a_withdrawn_lease_is_accepted(self, subject: Subject, bridge: BridgeClient) -> None:
+        for _ in range(5):
+            lease = self.pause(bridge)
+            bridge.ask(lambda n, lease=lease: protocol.Cancel(n, lease))  # type: ignore[misc]
+        self.wait_for_scheduling(bridge, "abandoned_update")
+        self.resume(bridge)
+
     def test_an_abandoned_update_resumes_where_its_owner_asked_for_that(
         self, subject: Subject, bridge: BridgeClient
     ) -> None:

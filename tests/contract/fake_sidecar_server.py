@@ -190,6 +190,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
 
     async def CancelOperation(self, request, context):  # noqa: N802
         self.cancelled.append(request.request_id)
+        self.leases.pop(request.request_id, None)
         return replica_pb2.CancelOperationResponse(cancelled=True)
 
     def admission(self) -> replica_pb2.AdmissionStatusResponse:

@@ -141,7 +141,7 @@ async def test_a_weight_update_pauses_transfers_completes_resets_and_resumes_in_
     assert resume.weight_version == "step-12"
 
 
-async def test_a_raised_body_neither_completes_nor_resumes_and_lets_the_lease_run_out() -> None:
+async def test_a_raised_body_neither_completes_nor_resumes_and_ends_the_lease_at_once() -> None:
     fake = FakeSidecar("r0")
     async with serving(fake) as addresses, aio.Fleet(addresses) as fleet:
         with pytest.raises(ZeroDivisionError):
@@ -149,7 +149,8 @@ async def test_a_raised_body_neither_completes_nor_resumes_and_lets_the_lease_ru
                 raise ZeroDivisionError
     assert [type(r).__name__ for r in fake.requests] == ["PauseSchedulingRequest"]
     assert fake.requests[0].on_abandon == replica_pb2.ABANDON_POLICY_STAY_PAUSED
-    assert fake.renewals[-1].lease.seconds == 1
+    assert fake.cancelled == [fake.requests[0].request_id]
+    assert not fake.leases
     assert not any(renewal.weights_complete for renewal in fake.renewals)
 
 
