@@ -33,6 +33,7 @@ from sidecar.operator.lease import Election, Timing
 from sidecar.operator.reset_on import ResetOn
 from sidecar.operator.resource import Resource
 from sidecar.operator.run import Surroundings
+from sidecar.operator.unknowns import Unknowns
 from sidecar.operator.watch import Watch
 from sidecar.rpc import logs
 from sidecar.rpc.plain_http import Page, PlainHttp
@@ -73,7 +74,7 @@ class Operator:
         )
         self.controller = Controller(self._around)
         self._reset_on = ResetOn(self._api)
-        self._pods: dict[str, Pod] = {}
+        self.unknowns = Unknowns(self._around)
         self._roster = Roster(self._discovery, self._channels, self._metrics)
         self._stop = asyncio.Event()
         self._watching = asyncio.Event()
@@ -105,6 +106,7 @@ class Operator:
             asyncio.create_task(watch.run(self._watching.set), name="watch"),
             asyncio.create_task(self._elect(), name="lease"),
             asyncio.create_task(self._roster.run(lambda: None), name="roster"),
+            asyncio.create_task(self.unknowns.run(), name="unknowns"),
         ]
         LOG.info("serving namespace=%s metrics=%s version=%s", self._namespace, metrics_at or "off", __version__)
         if config.ready_file is not None:
@@ -132,27 +134,31 @@ class Operator:
 
     async def _elect(self) -> None:
         await self._watching.wait()
-        await self._election.run(self._lead, self.controller.stop)
+        await self._election.run(self._lead, self._follow)
 
     async def _lead(self) -> None:
         await self.controller.lead()
-        for pod in list(self._pods.values()):
-            await self._reset_on.seen(pod)
+        await self._reset_on.lead()
+
+    async def _follow(self) -> None:
+        self._reset_on.stop()
+        await self.controller.stop()
 
     # --- watching ------------------------------------------------------------------------------------------------
 
     async def _operation_seen(self, resource: Resource, deleted: bool) -> None:
         if deleted:
+            self.unknowns.gone(resource.metadata.uid)
             await self.controller.gone(resource.metadata.uid)
         else:
+            self.unknowns.seen(resource)
             await self.controller.seen(resource)
+        await self._reset_on.operation_seen(resource)
 
     async def _pod_seen(self, pod: Pod, deleted: bool) -> None:
         if deleted:
-            self._pods.pop(pod.metadata.uid, None)
-            return
-        self._pods[pod.metadata.uid] = pod
-        if self._election.leads():
+            self._reset_on.gone(pod.metadata.uid)
+        else:
             await self._reset_on.seen(pod)
 
     # --- pages ---------------------------------------------------------------------------------------------------

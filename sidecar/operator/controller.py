@@ -132,7 +132,6 @@ class Controller:
                 self._ended.add(uid)
                 if self._on_end is not None:
                     await self._on_end(run.resource, phase)
-                await self._note_unknown()
             lost = phase is None and uid in self._known and self._leading
         except Exception:
             LOG.exception("%s: the run raised; it is tried again", run.resource.key)
@@ -211,12 +210,6 @@ class Controller:
                     LOG.info("%s: not deleted after its time: %s", resource.key, error)
                     return
                 await asyncio.sleep(wait_s)
-
-    async def _note_unknown(self) -> None:
-        unknown = sum(
-            any(row.outcome == "Unknown" for row in resource.status.results or ()) for resource in self._known.values()
-        )
-        self._around.metrics.unknown.set(unknown)
 
 
 async def fetch(api: Api, resource: Resource) -> Resource | None:

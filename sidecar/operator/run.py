@@ -336,7 +336,7 @@ def _builtins(entry: Entry) -> Patch:
 
 
 def _bounded(warnings: Sequence[str]) -> list[status.Json]:
-    return [warning[: status.MAX_MESSAGE] for warning in list(dict.fromkeys(warnings))[:20]]
+    return [warning[: status.MAX_MESSAGE] for warning in list(dict.fromkeys(warnings))[: status.MAX_WARNINGS]]
 
 
 def _ended(spec: fleet_pb2.OperationSpec, phase: Phase) -> fleet_pb2.FleetOperation:

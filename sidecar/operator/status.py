@@ -17,6 +17,7 @@ from sidecar.operator.resource import Entry, Phase, Row
 
 MAX_RESULTS: Final = 100
 MAX_MESSAGE: Final = 512
+MAX_WARNINGS: Final = 20
 MAX_TARGETS: Final = 3000
 """An entry in the ledger is about 200 bytes, and etcd takes objects up to 1.5 MB."""
 

@@ -20,7 +20,6 @@ import msgspec
 from sidecar.coordinator.discovery.kube_access import Access
 from sidecar.coordinator.discovery.kube_rows import Pod
 from sidecar.operator.login import connection
-from sidecar.operator.reset_on import RESET_ON
 from sidecar.operator.resource import GROUP, PLURAL, VERSION, Resource, read
 
 LOG: Final = logging.getLogger(__name__)
@@ -88,7 +87,8 @@ class Watch:
         settings.process.ultimate_exiting_timeout = None
         kopf.on.login(registry=registry)(self._login)
         kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)(self._operation_event)
-        kopf.on.event("", "v1", "pods", annotations={RESET_ON: kopf.PRESENT}, registry=registry)(self._pod_event)
+        # All pods: a filter on the annotation would not tell that it was taken away.
+        kopf.on.event("", "v1", "pods", registry=registry)(self._pod_event)
         await kopf.operator(
             registry=registry,
             settings=settings,
