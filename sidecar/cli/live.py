@@ -45,6 +45,8 @@ def live(settings: Settings, targets: fleet_pb2.Targets, interval_s: float, *, o
     try:
         return reaching.run(settings, work)
     except KeyboardInterrupt:
+        if once:
+            raise
         return 0
 
 

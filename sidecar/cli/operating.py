@@ -22,7 +22,7 @@ from sidecar.cli.printers.operations import state_name
 from sidecar.cli.progress import Progress
 from sidecar.cli.settings import Settings
 from sidecar.client.reach import Reach, given_id, new_id
-from sidecar.client.remote import CoordinatorReach, Detached
+from sidecar.client.remote import CoordinatorReach, Detached, NotStarted
 
 INTERRUPTED: Final = 130
 
@@ -56,6 +56,10 @@ def operate(
             except Detached as left:
                 progress.close()
                 tell_detached(left.operation_id, settings)
+                return INTERRUPTED
+            except NotStarted:
+                progress.close()
+                output.note("interrupted: the coordinator had not answered yet, nothing was started")
                 return INTERRUPTED
         if interrupts and operation.state != fleet_pb2.OPERATION_STATE_SUCCEEDED:
             output.note("interrupted: nothing more was started; this is what is known")

@@ -7,12 +7,14 @@ so that a start whose answer was lost can be repeated.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
-from typing import Final
+from typing import Final, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 from kvctl.v1 import fleet_pb2, fleet_pb2_grpc
 
 from sidecar.client.reach import OnProgress, checked_id, given_id
@@ -30,6 +32,8 @@ ENDED: Final = frozenset(
         fleet_pb2.OPERATION_STATE_CANCELLED,
     }
 )
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 _RETRY_S: Final = 1.0
 _WATCH_TRIES: Final = 60
 _WORTH_ANOTHER_TRY: Final = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
@@ -54,6 +58,10 @@ class Detached(Exception):  # noqa: N818 - nothing went wrong
         self.operation_id = operation_id
 
 
+class NotStarted(Exception):  # noqa: N818 - nothing went wrong
+    """The caller stopped before the coordinator was reached: nothing was sent to it."""
+
+
 class CoordinatorReach:
     """A coordinator's view of its fleet."""
 
@@ -70,29 +78,37 @@ class CoordinatorReach:
     async def run(
         self, spec: fleet_pb2.OperationSpec, operation_id: str = "", on_progress: OnProgress | None = None
     ) -> fleet_pb2.FleetOperation:
-        """Start an operation and follow it to its end. Detached after `stop`."""
+        """Start an operation and follow it to its end. After `stop`: NotStarted while nothing was sent, else Detached:
+        it may have been started, and its id tells.
+        """
         request = fleet_pb2.StartOperationRequest(operation_id=checked_id(operation_id), spec=spec)
-        await self._connected(min(calls.seconds(spec.timeout) or CALL_TIMEOUT_S, CALL_TIMEOUT_S))
+        within_s = min(calls.seconds(spec.timeout) or CALL_TIMEOUT_S, CALL_TIMEOUT_S)
+        await self._unless_stopped(self._connected(within_s), NotStarted())
         try:
-            started = await self._stub.StartOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
+            starting = self._stub.StartOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
+            started = await self._unless_stopped(starting, Detached(request.operation_id))
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from error
         return await self.follow(started.operation.operation_id, on_progress)
 
     async def follow(self, operation_id: str, on_progress: OnProgress | None = None) -> fleet_pb2.FleetOperation:
         """Watch an operation to its end and return it whole. Detached after `stop`."""
-        self._stopped.clear()
-        watching = asyncio.ensure_future(self._watch_to_end(operation_id, on_progress))
+        return await self._unless_stopped(self._watch_to_end(operation_id, on_progress), Detached(operation_id))
+
+    async def _unless_stopped(self, work: Awaitable[_T], otherwise: Exception) -> _T:
+        """What the work gives, or `otherwise` raised at once when `stop` is called before it has ended."""
+        working = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self._stopped.wait())
         try:
-            await asyncio.wait([watching, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if not watching.done():
-                raise Detached(operation_id)
-            return await watching
+            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                self._stopped.clear()
+                raise otherwise
+            return await working
         finally:
-            for task in (watching, stopping):
+            for task in (working, stopping):
                 task.cancel()
-            await asyncio.gather(watching, stopping, return_exceptions=True)
+            await asyncio.gather(working, stopping, return_exceptions=True)
 
     async def _watch_to_end(self, operation_id: str, on_progress: OnProgress | None) -> fleet_pb2.FleetOperation:
         rows: dict[tuple[str, str], fleet_pb2.TargetResult] = {}
@@ -126,11 +142,7 @@ class CoordinatorReach:
     async def get(self, operation_id: str) -> fleet_pb2.FleetOperation:
         """One operation, whole."""
         request = fleet_pb2.FleetAdminGetOperationRequest(operation_id=given_id(operation_id))
-        try:
-            answer = await self._stub.GetOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from error
-        return answer.operation
+        return (await self._call(self._stub.GetOperation, request)).operation
 
     async def operations(self, most: int) -> list[fleet_pb2.FleetOperation]:
         """The newest operations, without their targets."""
@@ -138,10 +150,7 @@ class CoordinatorReach:
         token = ""
         while len(found) < most:
             request = fleet_pb2.ListOperationsRequest(page_size=min(most - len(found), 500), page_token=token)
-            try:
-                page = await self._stub.ListOperations(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
-            except grpc.aio.AioRpcError as error:
-                raise self._error(error) from error
+            page = await self._call(self._stub.ListOperations, request)
             found.extend(page.operations)
             token = page.next_page_token
             if not token:
@@ -151,29 +160,17 @@ class CoordinatorReach:
     async def pause(self, operation_id: str) -> fleet_pb2.FleetOperation:
         """Hold a rollout before its next wave."""
         request = fleet_pb2.PauseOperationRequest(operation_id=given_id(operation_id))
-        try:
-            answer = await self._stub.PauseOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from error
-        return answer.operation
+        return (await self._call(self._stub.PauseOperation, request)).operation
 
     async def resume(self, operation_id: str) -> fleet_pb2.FleetOperation:
         """Let a held rollout go on."""
         request = fleet_pb2.ResumeOperationRequest(operation_id=given_id(operation_id))
-        try:
-            answer = await self._stub.ResumeOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from error
-        return answer.operation
+        return (await self._call(self._stub.ResumeOperation, request)).operation
 
     async def cancel(self, operation_id: str) -> fleet_pb2.FleetOperation:
         """Start no further target."""
         request = fleet_pb2.FleetAdminCancelOperationRequest(operation_id=given_id(operation_id))
-        try:
-            answer = await self._stub.CancelOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from error
-        return answer.operation
+        return (await self._call(self._stub.CancelOperation, request)).operation
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -189,26 +186,42 @@ class CoordinatorReach:
     async def watch(
         self, targets: fleet_pb2.Targets, interval_s: float
     ) -> AsyncIterator[fleet_pb2.WatchFleetAdmissionResponse]:
-        """Admission as it changes."""
+        """Admission as it changes. A coordinator that is lost once it has answered is asked again until it is back."""
         request = fleet_pb2.WatchFleetAdmissionRequest(targets=targets)
         request.interval.FromTimedelta(timedelta(seconds=interval_s))
-        try:
-            async for sample in self._stub.WatchFleetAdmission(request, metadata=self._metadata()):
-                yield sample
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from error
+        await self._connected(CALL_TIMEOUT_S)
+        answered = lost = False
+        while True:
+            try:
+                async for sample in self._stub.WatchFleetAdmission(request, metadata=self._metadata()):
+                    if lost:
+                        _log.warning("the coordinator answers again")
+                    answered, lost = True, False
+                    yield sample
+            except grpc.aio.AioRpcError as error:
+                told = self._error(error)
+                if not answered or error.code() not in _WORTH_ANOTHER_TRY:
+                    raise told from error
+                if not lost:
+                    _log.warning("%s; trying again", told)
+                lost = True
+            await asyncio.sleep(_RETRY_S)
 
     async def replicas(self, targets: fleet_pb2.Targets) -> fleet_pb2.ListReplicasResponse:
         """Every replica with what it says of itself."""
         request = fleet_pb2.ListReplicasRequest(targets=targets)
-        try:
-            return await self._stub.ListReplicas(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from error
+        return await self._call(self._stub.ListReplicas, request)
 
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close()
+
+    async def _call(self, method: Callable[..., Awaitable[_T]], request: Message) -> _T:
+        await self._connected(CALL_TIMEOUT_S)
+        try:
+            return await method(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from error
 
     async def _connected(self, within_s: float) -> None:
         """CoordinatorError when there is no connection within the time; nothing was sent then. A connection that is
