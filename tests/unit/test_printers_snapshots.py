@@ -385,3 +385,38 @@ def test_a_dry_run_of_the_other_modes_says_what_each_would_do() -> None:
     text = "would wait for an idle moment, then reset: 3 running requests and 64 blocks held now"
     assert told(waiting.results[0], waiting.spec) == text
     assert not any("restart" in line for made in (keep, idle, waiting) for line in operation.summary(made))
+
+
+def a_pod(number: int) -> fleet_pb2.FleetReplica:
+    name = f"vllm-llama-3-70b-instruct-prefill-{number}"
+    made = fleet_pb2.FleetReplica(name=name, address=f"{name}.vllm.prod.svc.cluster.local:7700", reachable=True)
+    made.info.engines.add(connected=True, vllm_version="0.32.0", model="/models/meta-llama/Llama-3.3-70B-Instruct")
+    return made
+
+
+def test_the_names_of_pods_are_readable_at_eighty_columns() -> None:
+    fleet = fleet_pb2.ListReplicasResponse(replicas=[a_pod(number) for number in range(3)])
+    lines = printed(lambda c: replicas.print_table(c, fleet), 80).splitlines()
+    assert max(len(line) for line in lines) <= 80
+    assert [line.split()[0] for line in lines[1:4]] == [
+        "vllm-llama-3-70b-instruct-pref",
+        "ill-0",
+        "c.cluster.local:7700",
+    ]
+    assert all("0.32.0  ready" in line for line in lines[1::3])
+    wide = printed(lambda c: replicas.print_table(c, fleet), 200)
+    assert "Llama-3.3-70B-Instruct" in wide
+    assert "/models" not in wide
+
+
+def test_why_replicas_are_not_reached_is_said_once_under_the_table() -> None:
+    fleet = a_listing()
+    for number in range(9):
+        address = f"10.0.0.{number}:7700"
+        fleet.replicas.add(
+            name=f"u{number}", address=address, code="UNAVAILABLE", message=f"no answer from {address} within 5 s"
+        )
+    shown = printed(lambda c: replicas.print_table(c, fleet), 80)
+    assert shown.count("no answer within 5 s") == 1
+    assert "u0, u1, u2, u3, u4, u5 and 3 more: no answer within 5 s\n" in shown
+    assert "r1: the engine's process is gone\n" in shown

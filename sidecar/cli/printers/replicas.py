@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from kvctl.v1 import fleet_pb2, types_pb2
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from sidecar.cli.printers.style import clean, table, words
+from sidecar.cli.printers.style import clean, named, table, words
 
 _BACKENDS = {
     types_pb2.BACKEND_KIND_UNSPECIFIED: "-",
@@ -18,21 +20,72 @@ _BACKENDS = {
 
 
 def print_table(console: Console, fleet: fleet_pb2.ListReplicasResponse) -> None:
-    """A row a replica, readable at 80 columns."""
-    made = table("REPLICA", "ADDRESS", "ENGINES", "VLLM", "MODEL", "STATE")
-    for replica in _in_order(fleet):
-        engines = replica.info.engines
-        made.add_row(
-            words(replica.name),
-            words(replica.address),
-            words(f"{sum(e.connected for e in engines)}/{len(engines)}" if replica.reachable else "-"),
-            words(_each(engine.vllm_version for engine in engines)),
-            words(_each(engine.model for engine in engines)),
-            _state(replica),
-        )
-    if fleet.replicas:
+    """A row a replica, readable at 80 columns: names and addresses keep their room, the model gives way first. Why a
+    replica is not well stands under the table.
+    """
+    rows = [_cells(replica) for replica in _in_order(fleet)]
+    columns = ["REPLICA", "ADDRESS", "ENGINES", "VLLM", "MODEL", "STATE"]
+    widths = _widths(console.width, [columns, *([cell.plain for cell in row] for row in rows)])
+    shown = [index for index, width in enumerate(widths) if width]
+    made = table(*(columns[index] for index in shown))
+    for column, index in zip(made.columns, shown, strict=True):
+        column.width = widths[index]
+    for row in rows:
+        made.add_row(*(row[index] for index in shown))
+    if rows:
         console.print(made)
+    for text, names in _reasons(fleet):
+        console.print(clean(f"{named(names)}: {text}"))
     _remarks(console, fleet)
+
+
+def _cells(replica: fleet_pb2.FleetReplica) -> list[Text]:
+    engines = replica.info.engines
+    model = _each(engine.model.rstrip("/").rpartition("/")[2] for engine in engines)
+    return [
+        words(replica.name),
+        words(replica.address),
+        words(f"{sum(e.connected for e in engines)}/{len(engines)}" if replica.reachable else "-"),
+        words(_each(engine.vllm_version for engine in engines)),
+        words(model if len(model) <= _LONGEST_MODEL else f"{model[: _LONGEST_MODEL - 2]}.."),
+        _state(replica),
+    ]
+
+
+_LONGEST_MODEL: Final = 24
+_NAME, _ADDRESS, _MODEL = 0, 1, 4
+_LEAST: Final = 24
+"""Characters in a line that a folded name or address keeps."""
+
+
+def _widths(room: int, rows: Sequence[Sequence[str]]) -> list[int]:
+    """Widths of the columns; 0 leaves one out. What does not fit is taken from the model, then from the address and
+    the name.
+    """
+    widths = [max(cell_len(row[index]) for row in rows) for index in range(len(rows[0]))]
+
+    def excess() -> int:
+        return sum(width + 2 for width in widths if width) - 2 - room
+
+    if excess() > 0:
+        widths[_MODEL] = 0
+    for index in (_ADDRESS, _NAME):
+        widths[index] = max(widths[index] - max(excess(), 0), min(widths[index], _LEAST))
+    return widths
+
+
+def _reasons(fleet: fleet_pb2.ListReplicasResponse) -> list[tuple[str, list[str]]]:
+    """Why replicas or engines are not there, each reason once with the names; the rarest last."""
+    found: dict[str, list[str]] = {}
+    for replica in _in_order(fleet):
+        lost = [engine.unavailable_reason for engine in replica.info.engines if not engine.connected]
+        if not replica.reachable:
+            text = replica.message.removeprefix(f"{replica.address}: ").replace(f" from {replica.address}", "")
+        else:
+            text = lost[0] if lost else ""
+        if text:
+            found.setdefault(text, []).append(replica.name)
+    return sorted(found.items(), key=lambda item: -len(item[1]))
 
 
 def print_wide(console: Console, fleet: fleet_pb2.ListReplicasResponse) -> None:
@@ -62,7 +115,8 @@ def print_wide(console: Console, fleet: fleet_pb2.ListReplicasResponse) -> None:
             ]
             made.add_row(*[words(text) for text in [*head, *figures]])
         if not info.engines:
-            made.add_row(*[words(text) for text in [*head, *["-"] * 9]], _state(replica), words("-"))
+            state = words(replica.message or replica.code, "bad") if not replica.reachable else _state(replica)
+            made.add_row(*[words(text) for text in [*head, *["-"] * 9]], state, words("-"))
     if fleet.replicas:
         console.print(made)
     _remarks(console, fleet)
@@ -82,13 +136,15 @@ def _place(replica: fleet_pb2.FleetReplica) -> int:
 
 def _state(replica: fleet_pb2.FleetReplica) -> Text:
     if not replica.reachable:
-        return words(replica.message or replica.code, "bad")
-    lost = [engine for engine in replica.info.engines if not engine.connected]
+        return words(_NOT_REACHED.get(replica.code, "unreachable"), "bad")
     if not replica.info.engines:
         return words("no engine yet", "doubtful")
-    if lost:
-        return words(lost[0].unavailable_reason or "engine not connected", "doubtful")
+    if not all(engine.connected for engine in replica.info.engines):
+        return words("engine lost", "doubtful")
     return words("ready", "good")
+
+
+_NOT_REACHED: Final = {"UNAUTHENTICATED": "denied", "PERMISSION_DENIED": "denied"}
 
 
 def _each(values: Iterable[str]) -> str:
