@@ -18,7 +18,7 @@ from sidecar.coordinator import outcomes
 from sidecar.rpc import addresses, channels
 from tests.contract.sidecar_process import ROOT, environment, wait_until
 from tests.fake_engine.process import EngineProcess
-from tests.robustness.tcp_proxy import Network
+from tests.robustness.tcp_proxy import Network, TcpProxy
 
 START_S = 60.0
 OnFault = Callable[[str, str], None]
@@ -142,6 +142,11 @@ class ReplicaUnderTest:
         self._engine_dir = self.folder / f"e{self._engines}"
         self.start_engine()
         self.start_sidecar()
+
+    def break_network(self, what: str, how: Callable[[TcpProxy], None]) -> None:
+        """Do something to the way between the coordinator and this replica."""
+        self._on_fault(what, f"{self.name} network")
+        how(self.proxy)
 
     def mend(self) -> None:
         """Alive, awake and reachable."""
