@@ -11,46 +11,34 @@ import asyncio
 import json
 import os
 import resource
-import ssl
 import stat
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from kvctl.v1 import fleet_pb2, types_pb2
 
 from engine_bridge import __version__
 from engine_bridge.protocol import default_engine_dir
-from sidecar.cli import output
+from sidecar.cli import certificates, output
 from sidecar.cli.exitcodes import Exit
+from sidecar.cli.finding import Finding
 from sidecar.cli.printers import style
 from sidecar.cli.printers.admission import BAD, GOOD, verdict_name
-from sidecar.cli.reaching import open_reach
+from sidecar.cli.reaching import open_reach, security_of
 from sidecar.cli.settings import Settings
 from sidecar.client.reach import Reach
 from sidecar.client.remote import CoordinatorError
 
-Level = Literal["ok", "warning", "wrong"]
-
-EXPIRES_SOON_S: Final = 14 * 24 * 3600
 CLOCK_SKEW_S: Final = 60.0
 ADMISSION_TIMEOUT_S: Final = 5.0
 _PROXIES: Final = ("http_proxy", "https_proxy", "HTTPS_PROXY", "HTTP_PROXY", "grpc_proxy")
+_PLACES: Final = {"ok": 0, "warning": 1, "wrong": 2}
+"""What needs a look is printed last."""
 _TONES: Final = {"ok": "good", "warning": "doubtful", "wrong": "bad"}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing looked at."""
-
-    level: Level
-    subject: str
-    found: str
-    advice: str = ""
-    unreachable: bool = False
 
 
 def examine(settings: Settings) -> list[Finding]:
@@ -67,7 +55,7 @@ def print_findings(findings: list[Finding], form: str) -> Exit:
         output.write(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
     else:
         made = style.table("", "WHAT", "FOUND")
-        for finding in findings:
+        for finding in sorted(findings, key=lambda finding: _PLACES[finding.level]):
             text = finding.found + (f" -> {finding.advice}" if finding.advice else "")
             made.add_row(
                 style.words(finding.level, _TONES[finding.level]), style.words(finding.subject), style.words(text)
@@ -98,42 +86,11 @@ def _here(settings: Settings) -> Iterator[Finding]:
         yield Finding("ok", "proxy", f"{', '.join(found)} set; kvctl never uses a proxy")
     for what, path in (("CA", settings.ca), ("certificate", settings.cert)):
         if path:
-            yield certificate(what, Path(path), time.time())
+            yield certificates.in_file(what, Path(path), time.time())
     if settings.key:
         yield _secret_file("key", Path(settings.key))
     if settings.token_file:
         yield _secret_file("token", Path(settings.token_file))
-
-
-def certificate(what: str, path: Path, now: float) -> Finding:
-    """Whether a PEM certificate can be read and is valid now. `now`: seconds since the epoch."""
-    subject = f"{what} {path}"
-    try:
-        # The only public way to decode a certificate without a further dependency.
-        ends = ssl.cert_time_to_seconds(_not_after(path))
-    except OSError as error:
-        text = f"cannot be read by uid {os.getuid()}: {error.strerror or error}"
-        return Finding("wrong", subject, text, "check path and mode")
-    except (ValueError, KeyError, ssl.SSLError) as error:
-        return Finding("wrong", subject, f"holds no PEM certificate ({error})", "give the right file")
-    day = time.strftime("%Y-%m-%d", time.gmtime(ends))
-    if ends <= now:
-        return Finding("wrong", subject, f"expired on {day}", "renew it")
-    if ends - now < EXPIRES_SOON_S:
-        return Finding("warning", subject, f"expires on {day}", "renew it soon")
-    return Finding("ok", subject, f"valid until {day}")
-
-
-def _not_after(path: Path) -> str:
-    path.read_bytes()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(cafile=str(path))
-    ends = [str(entry["notAfter"]) for entry in context.get_ca_certs() if "notAfter" in entry]
-    if ends:
-        return min(ends, key=ssl.cert_time_to_seconds)
-    # A leaf certificate is not listed among the CAs, so OpenSSL is asked for it alone.
-    decoded = ssl._ssl._test_decode_cert(str(path))  # type: ignore[attr-defined]
-    return str(decoded["notAfter"])
 
 
 def _secret_file(what: str, path: Path) -> Finding:
@@ -171,6 +128,10 @@ def _engine_directory(directory: Path) -> Iterator[Finding]:
         yield Finding("wrong", subject, text, f"chmod 700 {directory}")
     sockets = [entry for entry in entries if entry.suffix == ".sock"]
     yield Finding("ok", subject, f"{style.count(len(sockets), 'engine socket')}, uid {found.st_uid}")
+    for entry in sockets:
+        if not os.access(entry, os.R_OK | os.W_OK):
+            text = f"cannot be used by uid {os.getuid()}"
+            yield Finding("wrong", f"socket {entry}", text, "run as the engine's user, or set KVCTL_ENGINE_GROUP there")
     for entry in entries:
         if entry.suffix == ".failed":
             reason = _failure_note(entry)
@@ -192,6 +153,7 @@ def _failure_note(path: Path) -> str:
 
 async def _fleet(settings: Settings) -> list[Finding]:
     reach = open_reach(settings)
+    asked_at = time.time()
     try:
         try:
             fleet = await reach.replicas(fleet_pb2.Targets(all=True))
@@ -204,14 +166,25 @@ async def _fleet(settings: Settings) -> list[Finding]:
             findings.append(Finding("ok", "coordinator", f"{settings.coordinator} answers"))
         if not fleet.replicas:
             findings.append(Finding("wrong", "discovery", "no replica found", "check the inventory or the DNS name"))
-        now = time.time()
         admission = await _admission(reach, fleet)
+        findings += await _served(settings, fleet)
         for replica in fleet.replicas:
-            findings += of_replica(replica, now)
+            findings += of_replica(replica, asked_at)
             findings += of_admission(replica, admission.get(replica.address))
         return findings
     finally:
         await reach.close()
+
+
+async def _served(settings: Settings, fleet: fleet_pb2.ListReplicasResponse) -> list[Finding]:
+    """Certificates of whom kvctl itself calls: the coordinator, else each replica."""
+    tls = security_of(settings).tls
+    if tls is None:
+        return []
+    servers = {f"replica {replica.name}": replica.address for replica in fleet.replicas}
+    if settings.coordinator:
+        servers = {"the coordinator": settings.coordinator}
+    return await certificates.served(servers, tls, time.time())
 
 
 async def _admission(reach: Reach, fleet: fleet_pb2.ListReplicasResponse) -> dict[str, fleet_pb2.ReplicaAdmission]:
@@ -305,15 +278,25 @@ def of_replica(replica: fleet_pb2.FleetReplica, now: float) -> Iterator[Finding]
         yield Finding("warning", subject, text, "upgrade the older one; what one does not know it refuses by name")
     else:
         yield Finding("ok", subject, f"sidecar {info.version} at {replica.address}")
-    if info.HasField("started_at") and info.started_at.seconds - now > CLOCK_SKEW_S:
-        ahead = info.started_at.seconds - now
-        text = f"its clock is at least {style.seconds(ahead)} ahead of this one"
-        yield Finding("warning", subject, text, "times in records will confuse; operations do not depend on clocks")
+    if told := clock(info, now):
+        yield Finding("warning", subject, told, "times in records will confuse; operations do not depend on clocks")
     if not info.engines:
         text = "the sidecar has found no engine"
         yield Finding("wrong", subject, text, "start vLLM with kvctl installed and the same KVCTL_ENGINE_DIR")
     for engine in info.engines:
         yield from _of_engine(replica.name, info.version, engine)
+
+
+def clock(info: types_pb2.ReplicaInfo, now: float) -> str:
+    """How wrong a replica's clock is against the one here, empty when it is not. `now`: when it was asked."""
+    if info.HasField("now"):
+        ahead = info.now.seconds + info.now.nanos / 1e9 - now
+        if abs(ahead) <= CLOCK_SKEW_S:
+            return ""
+        return f"its clock is {style.seconds(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this one"
+    # A sidecar that does not tell its time: what it says of its start is no later than its time now.
+    ahead = info.started_at.seconds - now
+    return f"its clock is at least {style.seconds(ahead)} ahead of this one" if ahead > CLOCK_SKEW_S else ""
 
 
 def _of_engine(replica: str, sidecar_version: str, engine: types_pb2.EngineInfo) -> Iterator[Finding]:

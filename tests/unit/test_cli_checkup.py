@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from cryptography.x509.oid import NameOID
 from kvctl.v1 import fleet_pb2, types_pb2
 
 from engine_bridge import __version__
-from sidecar.cli import checkup
-from sidecar.cli.checkup import Finding
+from sidecar.cli import certificates, checkup
 from sidecar.cli.exitcodes import Exit
+from sidecar.cli.finding import Finding
 
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
@@ -48,7 +49,7 @@ def test_certificates_are_judged_by_their_end(
     tmp_path: Path, days: int, level: str, text: str, authority: bool
 ) -> None:
     file = certificate(tmp_path, NOW + datetime.timedelta(days=days), authority=authority)
-    found = checkup.certificate("CA", file, NOW.timestamp())
+    found = certificates.in_file("CA", file, NOW.timestamp())
     assert found.level == level
     assert text in found.found
 
@@ -56,8 +57,8 @@ def test_certificates_are_judged_by_their_end(
 def test_a_file_that_is_no_certificate_is_wrong(tmp_path: Path) -> None:
     file = tmp_path / "x.pem"
     file.write_text("hello")
-    assert checkup.certificate("CA", file, 0.0).level == "wrong"
-    assert "cannot be read" in checkup.certificate("CA", tmp_path / "none", 0.0).found
+    assert certificates.in_file("CA", file, 0.0).level == "wrong"
+    assert "cannot be read" in certificates.in_file("CA", tmp_path / "none", 0.0).found
 
 
 def replica(**engine: object) -> fleet_pb2.FleetReplica:
@@ -99,6 +100,32 @@ def test_a_replica_without_an_engine_or_of_another_version_or_clock_is_a_finding
     assert "sidecar 9.9" in texts
     assert "60 min ahead" in texts
     assert "found no engine" in texts
+
+
+@pytest.mark.parametrize(
+    ("offset", "told"), [(-7200, "2 h behind this one"), (7200, "2 h ahead of this one"), (-40, ""), (40, "")]
+)
+def test_a_clock_that_is_wrong_is_told_in_both_directions(offset: int, told: str) -> None:
+    found = replica()
+    found.info.started_at.FromSeconds(int(NOW.timestamp()) - 90_000)
+    found.info.now.FromSeconds(int(NOW.timestamp()) + offset)
+    warnings = [finding.found for finding in findings(found) if finding.level == "warning"]
+    assert warnings == ([f"its clock is {told}"] if told else [])
+
+
+def test_what_is_wrong_is_printed_last(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = [Finding("wrong", "a", "gone"), Finding("warning", "b", "old"), Finding("ok", "c", "fine")]
+    checkup.print_findings(listed, "table")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["ok", "warning", "wrong"]
+
+
+def test_a_socket_that_this_user_may_not_use_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "engine-0-aabbccdd.sock").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    [_, found] = checkup._engine_directory(tmp_path)
+    assert (found.level, "cannot be used by uid" in found.found) == ("wrong", True)
 
 
 def test_notes_of_failed_attachments_are_shown(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def local() -> None:
 def boot_options(function: _F) -> _F:
     """How the fleet is booted."""
     options = [
-        click.option("--replicas", type=int, default=2, show_default=True, help="How many."),
+        click.option("--replicas", type=int, help="How many. Default: 2."),
         click.option("--directory", metavar="DIR", help="Parent of the directory for sockets."),
         click.option(
             "--base-port", type=click.IntRange(1, 65000), help="First of three ports a replica. Default: free."
@@ -46,7 +46,7 @@ def _settings(options: dict[str, object]) -> Settings:
     from sidecar.local.programs import Settings
 
     return Settings(
-        replicas=cast("int", options["replicas"]),
+        replicas=2 if options["replicas"] is None else cast("int", options["replicas"]),
         directory=cast("str | None", options["directory"]),
         base_port=cast("int | None", options["base_port"]),
         kv_cache_mib=cast("int", options["kv_cache_mib"]),
@@ -59,10 +59,10 @@ def _settings(options: dict[str, object]) -> Settings:
 @local.command()
 @boot_options
 def up(**options: object) -> None:
-    """Boot the fleet; later commands find it by themselves."""
+    """Boot the fleet; later commands find it by themselves. Where a part of it has died, start that part again."""
     from sidecar.local import fleet
 
-    _exit(fleet.up(_settings(options)))
+    _exit(fleet.up(_settings(options), cast("int | None", options["replicas"])))
 
 
 @local.command()

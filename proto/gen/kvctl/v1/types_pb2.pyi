@@ -1225,6 +1225,7 @@ class ReplicaInfo(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
     STARTED_AT_FIELD_NUMBER: _builtins.int
+    NOW_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name given to the sidecar."""
     instance_id: _builtins.str
@@ -1243,6 +1244,10 @@ class ReplicaInfo(_message.Message):
     def started_at(self) -> _timestamp_pb2.Timestamp:
         """When the sidecar started (wall clock, for people)."""
 
+    @_builtins.property
+    def now(self) -> _timestamp_pb2.Timestamp:
+        """Its wall clock as it answered: a clock that is wrong can be told."""
+
     def __init__(
         self,
         *,
@@ -1252,10 +1257,11 @@ class ReplicaInfo(_message.Message):
         version: _builtins.str = ...,
         engines: _abc.Iterable[Global___EngineInfo] | None = ...,
         started_at: _timestamp_pb2.Timestamp | None = ...,
+        now: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["started_at", b"started_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["now", b"now", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "instance_id", b"instance_id", "labels", b"labels", "name", b"name", "started_at", b"started_at", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "instance_id", b"instance_id", "labels", b"labels", "name", b"name", "now", b"now", "started_at", b"started_at", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
