@@ -51,6 +51,12 @@ def violations(history: History) -> list[Violation]:
     ]
 
 
+def latest_start(history: History, operation_id: str, replica: str) -> int | None:
+    """The instant after which no engine may take this target up; None when nothing is known of it."""
+    run = _Run(history)
+    return _latest_start(run, run.calls[operation_id], replica)
+
+
 class _Run:
     """A history, indexed."""
 

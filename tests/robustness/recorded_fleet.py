@@ -27,7 +27,7 @@ from sidecar.coordinator.targets import derive_request_id
 from sidecar.rpc import errors
 from tests.contract.sidecar_process import ROOT, wait_until
 from tests.robustness import history
-from tests.robustness.checker import violations
+from tests.robustness.checker import latest_start, violations
 from tests.robustness.history import AnyEvent, Called, Fault, Floor, Row, Tape, Told, now_ns
 from tests.robustness.recorded_processes import CoordinatorUnderTest, ReplicaUnderTest
 from tests.robustness.tcp_proxy import Network
@@ -74,6 +74,12 @@ class RecordedFleet:
         """Everything since `new_run`."""
         files = [self.tape.file, *(replica.tape_file for replica in self.replicas.values())]
         return [event for event in history.read(files) if event.at_ns >= self._from_ns]
+
+    def latest_start(self, operation_id: str, replica: str) -> int:
+        """When no engine may take this target up any more."""
+        instant = latest_start(self.events(), operation_id, replica)
+        assert instant is not None, "this target has not been seen under way"
+        return instant
 
     def check(self) -> None:
         """AssertionError with every promise that was broken; the history is kept then."""

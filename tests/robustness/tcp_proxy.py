@@ -65,19 +65,24 @@ class TcpProxy:
         self._connections: set[_Connection] = set()
         self._refusing = False
         self._resets = 0
-        self._open = {direction: asyncio.Event() for direction in BOTH}
+        # What arrives waits for the gate that is the last one then.
+        self._gates = {direction: [asyncio.Event()] for direction in BOTH}
         self._delay_s = 0.0
         self._bytes_per_s = 0.0
-        for event in self._open.values():
-            event.set()
+        for gates in self._gates.values():
+            gates[0].set()
 
     # --- faults --------------------------------------------------------------------------------------------------
 
     def black_hole(self, *directions: Direction) -> None:
         """Nothing comes through any more, and nobody is told; without arguments in neither direction. What is sent
-        meanwhile is kept, see `mend`.
+        meanwhile is kept until `mend`. Called again, it begins a second lot: see `release_first_lot`.
         """
-        self._network.do(self._set(closed=directions or BOTH))
+        self._network.do(self._close(directions or BOTH))
+
+    def release_first_lot(self) -> None:
+        """What was kept before the last `black_hole` goes on its way, and nothing that came after it."""
+        self._network.do(self._release_first_lot())
 
     def reset(self, *, refuse: bool = False) -> None:
         """Every connection is reset and what was under way in it is lost. `refuse`: new ones too, until `mend`."""
@@ -106,7 +111,11 @@ class TcpProxy:
     @property
     def kept_bytes(self) -> int:
         """Bytes that have arrived here and have not gone on."""
-        return sum(connection.kept_bytes for connection in self._connections)
+        return self.kept("forth") + self.kept("back")
+
+    def kept(self, direction: Direction) -> int:
+        """The same of one direction."""
+        return sum(connection.kept_bytes[direction] for connection in self._connections)
 
     # --- on the network's loop -----------------------------------------------------------------------------------
 
@@ -116,13 +125,20 @@ class TcpProxy:
         self.address = f"{host}:{port}"
         self._server = server
 
-    async def _set(self, closed: tuple[Direction, ...] = (), delay_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
+    async def _set(self, delay_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
         self._refusing, self._delay_s, self._bytes_per_s = False, delay_s, bytes_per_s
-        for direction, event in self._open.items():
-            if direction in closed:
-                event.clear()
-            else:
-                event.set()
+        for gates in self._gates.values():
+            for gate in gates:
+                gate.set()
+
+    async def _close(self, directions: tuple[Direction, ...]) -> None:
+        for direction in directions:
+            self._gates[direction].append(asyncio.Event())
+
+    async def _release_first_lot(self) -> None:
+        for gates in self._gates.values():
+            for gate in gates[:-1]:
+                gate.set()
 
     async def _reset(self, refuse: bool) -> None:
         await self._set()
@@ -163,11 +179,15 @@ class TcpProxy:
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+_Queue = asyncio.Queue[tuple[float, asyncio.Event, bytes]]
+"""When it may go on at the earliest, the gate that it waits for, and the bytes; without bytes: the end."""
+
+
 class _Connection:
     """Two streams and what flows between them."""
 
     def __init__(self, proxy: TcpProxy, near: Stream, far: Stream) -> None:
-        self.kept_bytes = 0
+        self.kept_bytes = dict.fromkeys(BOTH, 0)
         self._proxy = proxy
         self._near, self._far = near, far
         self._tasks: list[asyncio.Task[None]] = []
@@ -197,28 +217,29 @@ class _Connection:
 
     async def _carry(self, direction: Direction, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        queue: _Queue = asyncio.Queue()
         sending = asyncio.create_task(self._send(direction, queue, sink))
+        proxy = self._proxy
         try:
-            while chunk := await source.read(65536):
-                self.kept_bytes += len(chunk)
-                queue.put_nowait((loop.time() + self._proxy._delay_s, chunk))
-            queue.put_nowait((loop.time() + self._proxy._delay_s, b""))
+            while True:
+                chunk = await source.read(65536)
+                self.kept_bytes[direction] += len(chunk)
+                queue.put_nowait((loop.time() + proxy._delay_s, proxy._gates[direction][-1], chunk))
+                if not chunk:
+                    break
             await sending
         except OSError:
             self.abort()  # one side has reset it, so the other hears the same
         finally:
             sending.cancel()
 
-    async def _send(
-        self, direction: Direction, queue: asyncio.Queue[tuple[float, bytes]], sink: asyncio.StreamWriter
-    ) -> None:
+    async def _send(self, direction: Direction, queue: _Queue, sink: asyncio.StreamWriter) -> None:
         proxy, loop = self._proxy, asyncio.get_running_loop()
         while True:
-            due, chunk = await queue.get()
+            due, gate, chunk = await queue.get()
             if (early := due - loop.time()) > 0:
                 await asyncio.sleep(early)
-            await proxy._open[direction].wait()
+            await gate.wait()
             if not chunk:
                 sink.write_eof()
                 return
@@ -227,7 +248,7 @@ class _Connection:
                 portion = max(1, int(rate * _TICK_S)) if rate else len(chunk)
                 sink.write(chunk[:portion])
                 await sink.drain()
-                self.kept_bytes -= len(chunk[:portion])
+                self.kept_bytes[direction] -= len(chunk[:portion])
                 chunk = chunk[portion:]
                 if rate and chunk:
                     await asyncio.sleep(_TICK_S)

@@ -87,6 +87,20 @@ def test_a_black_hole_can_swallow_answers_only(line: Line) -> None:
     assert silent(line.near)
 
 
+def test_a_black_hole_can_let_the_first_part_go_and_keep_the_rest(line: Line) -> None:
+    line.proxy.black_hole()
+    line.near.sendall(b"one")
+    wait_until(lambda: line.proxy.kept("forth") == 3, 30)
+    line.proxy.black_hole()
+    line.near.sendall(b"two")
+    wait_until(lambda: line.proxy.kept("forth") == 6, 30)
+    line.proxy.release_first_lot()
+    assert line.far.recv(100) == b"one"
+    assert silent(line.far)
+    line.proxy.mend()
+    assert line.far.recv(100) == b"two"
+
+
 def test_a_reset_reaches_both_ends_and_new_connections_too_while_they_are_refused(line: Line) -> None:
     line.proxy.reset(refuse=True)
     for end in (line.near, line.far):
