@@ -251,7 +251,10 @@ def verdict_advice(verdict: types_pb2.Verdict.ValueType, replica: str, pid: int)
         case types_pb2.VERDICT_BLOCKS_LEAKED:
             return "restart the engine at the next chance; no call gives leaked blocks back"
         case types_pb2.VERDICT_PAUSED:
-            return f"`kvctl scheduling resume --replicas {replica}` when nobody needs the pause any more"
+            return (
+                f"`kvctl scheduling resume --replicas {replica}` when nobody needs the pause any more "
+                "(--force where its lease is still alive)"
+            )
         case types_pb2.VERDICT_SLEEPING:
             return "wake it with vLLM's /wake_up"
         case types_pb2.VERDICT_STARTING:
