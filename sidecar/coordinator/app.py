@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import signal
+import socket
 from http import HTTPStatus
 from pathlib import Path
 from typing import Final
@@ -25,13 +26,15 @@ from kvctl.v1 import fleet_pb2_grpc
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from engine_bridge import __version__
+from sidecar.coordinator.audit import FleetAudit
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.config import Config
 from sidecar.coordinator.discovery import Discovery
 from sidecar.coordinator.discovery.sources import discovery_of, kept_current
 from sidecar.coordinator.metrics import CoordinatorMetrics
-from sidecar.coordinator.operations import Operations, Retention
+from sidecar.coordinator.operations import Operations
 from sidecar.coordinator.roster import Roster
+from sidecar.coordinator.running import Retention, Running
 from sidecar.coordinator.schema import StoreError
 from sidecar.coordinator.service import RULES, SERVICE, FleetAdmin
 from sidecar.coordinator.store import Store, StoreLock
@@ -39,6 +42,7 @@ from sidecar.coordinator.targets import Discovered
 from sidecar.rpc import addresses, logs
 from sidecar.rpc import server as rpc_server
 from sidecar.rpc.addresses import Address
+from sidecar.rpc.audit import STDOUT, AuditLog
 from sidecar.rpc.health import Health
 from sidecar.rpc.plain_http import Page, PlainHttp
 from sidecar.rpc.server import CannotListen, ServerSettings
@@ -70,9 +74,11 @@ def check(config: Config) -> str:
     found = asyncio.run(_look_once(discovery))
     _make_folder(config.store)
     StoreLock(config.store).release()
+    _audit_log(config).close()
     lines = {
         "replicas": f"{discovery.describe()}: {len(found.targets)} now",
         "store": str(config.store),
+        "audit": "stdout" if config.audit_log == STDOUT else config.audit_log,
         "keeps": f"{config.keep_operations} ended operations, {config.keep_for / 86400:g} days",
         "grpc": ", ".join(str(address) for address in settings.listen),
         "tls": "mutual" if config.tls_client_ca else "yes" if config.tls_cert else "no",
@@ -126,22 +132,25 @@ class Application:
         _check_client(config)
         discovery = discovery_of(config.sources, config.inventory or "", config.replica_server_name)
         _make_folder(config.store)
-        store = Store(config.store)
-        channels = Channels(config.client_security)
-        try:
-            async with kept_current(discovery):
-                return await self._serve(settings, discovery, store, channels)
-        finally:
-            await channels.close()
-            await store.close()
-            LOG.info("stopped")
+        with contextlib.closing(_audit_log(config)) as log:
+            self._store = Store(config.store)
+            channels = Channels(config.client_security)
+            try:
+                async with kept_current(discovery):
+                    return await self._serve(settings, discovery, channels, FleetAudit(log))
+            finally:
+                await channels.close()
+                await self._store.close()
+                LOG.info("stopped")
 
-    async def _serve(self, settings: ServerSettings, discovery: Discovery, store: Store, channels: Channels) -> int:
+    async def _serve(
+        self, settings: ServerSettings, discovery: Discovery, channels: Channels, audit: FleetAudit
+    ) -> int:
         config = self._config
-        self._store = store
         self._metrics = CoordinatorMetrics()
         retention = Retention(config.keep_operations, config.keep_for)
-        self._operations = Operations(store, discovery, channels, self._metrics, retention)
+        self._running = Running(self._store, channels, self._metrics, audit, retention)
+        self._operations = Operations(self._store, discovery, channels, self._running, audit)
         self._roster = Roster(discovery, channels, self._metrics)
         self._health = Health(SERVICE)
         server = rpc_server.build(settings)
@@ -160,7 +169,7 @@ class Application:
                 asyncio.create_task(self._roster.run(lambda: self._health.set_serving(True))),
                 asyncio.create_task(self._prune_now_and_then()),
                 asyncio.create_task(self._verify_now_and_then()),
-                asyncio.create_task(self._operations.unknowns.run()),
+                asyncio.create_task(self._running.unknowns.run()),
             ]
             LOG.info(
                 "serving address=%s metrics=%s store=%s discovery=%r pid=%d version=%s",
@@ -178,7 +187,7 @@ class Application:
             await self._stop.wait()
             LOG.info("stopping grace_s=%.1f", config.grace)
             self._health.drain()
-            await self._operations.drain(config.grace)
+            await self._running.drain(config.grace)
         finally:
             for task in background:
                 task.cancel()
@@ -194,7 +203,7 @@ class Application:
         if self._store.trouble:
             LOG.error("store unusable, nothing will be recorded or changed: %s", self._store.trouble)
         try:
-            resumed = await self._operations.resume_all()
+            resumed = await self._running.resume_all()
         except StoreError as error:
             LOG.error("unfinished operations cannot be read: %s", error)
             return
@@ -203,7 +212,7 @@ class Application:
 
     async def _prune_now_and_then(self) -> None:
         while True:
-            await self._operations.prune()
+            await self._running.prune()
             await asyncio.sleep(_PRUNE_EVERY_S)
 
     async def _verify_now_and_then(self) -> None:
@@ -240,8 +249,13 @@ class Application:
 
     def _metrics_page(self) -> Page:
         self._metrics.store_failed.set(bool(self._store.trouble))
-        self._metrics.active.set(self._operations.active)
+        self._metrics.active.set(self._running.active)
         return Page(self._metrics.exposition(), content_type=CONTENT_TYPE_LATEST)
+
+
+def _audit_log(config: Config) -> AuditLog:
+    """OSError names the setting and the path when it cannot be used."""
+    return AuditLog(config.audit_log, {"coordinator": socket.gethostname()})
 
 
 def _make_folder(store: Path) -> None:

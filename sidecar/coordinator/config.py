@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
+from sidecar.coordinator.inventory import InventoryError, load_inventory
 from sidecar.rpc import logs, settings
 from sidecar.rpc.addresses import Address
 from sidecar.rpc.auth import Role
@@ -26,6 +27,7 @@ class Config:
     targets: Sequence[str]
     discovery: Sequence[str]
     store: Path
+    audit_log: str
     keep_operations: int
     keep_for: float
     replica_ca: Path | None
@@ -90,11 +92,23 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
         raise ConfigError(
             "no replicas to coordinate: give --inventory FILE, or --targets with an address or dns:///name:port"
         )
+    if config.inventory is not None:
+        _check_inventory(config.inventory)
     if (config.replica_cert is None) != (config.replica_key is None):
         raise ConfigError("--replica-cert and --replica-key go together; one of them is missing")
     if config.metrics is not None and config.metrics.port and config.metrics in config.listen:
         raise ConfigError(f"--listen and --metrics are both {config.metrics}; give them different ports")
     return config
+
+
+def _check_inventory(path: Path) -> None:
+    """At the start a list that cannot be read is a mistake; later the last good one is kept, see `discovery.static`."""
+    try:
+        load_inventory(path)
+    except InventoryError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"--inventory {path} cannot be read by uid {os.getuid()}: {error.strerror}") from error
 
 
 def _store(raw: settings.Raw) -> Path:
@@ -119,6 +133,7 @@ _TABLE: Final[dict[str, Setting]] = {
     "store": Setting(
         _store, lambda: str(default_store()), "file of the operation store; one coordinator a file", metavar="FILE"
     ),
+    "audit_log": Setting(settings.one, lambda: "-", "file for audit lines, - for stdout (-)", metavar="FILE"),
     "keep_operations": Setting(
         settings.count(1, 1_000_000), lambda: "1000", "ended operations kept on record (1000)", metavar="N"
     ),

@@ -1,86 +1,61 @@
-"""Every fleet operation of one coordinator: started, steered, watched, remembered, taken up again after a crash.
+"""What callers ask of the fleet operations of one coordinator: start, steer, look, watch.
 
-The order is always: on record, then done, then told. An operation is on record with all its targets before its first
-call; whoever comes after a crash finds the rest in the store (see `execution` for one target). A store that fails
-refuses new operations and lets the running ones end in memory; what it could not record is tried again until it can.
+An operation is on record with all its targets, and in the audit log, before its first call. A store that fails refuses
+new operations and lets the running ones go on (see `running`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import grpc
-from kvctl.v1 import fleet_pb2, types_pb2
+from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator import calls, resolution
+from sidecar.coordinator.audit import Asker, FleetAudit, asked_for
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.discovery import Discovery
 from sidecar.coordinator.execution import Execution
 from sidecar.coordinator.fanout import GrpcReplicas
-from sidecar.coordinator.live import RESUME_GAP, LiveOperation, in_messages
-from sidecar.coordinator.metrics import CoordinatorMetrics
-from sidecar.coordinator.port import Aim
+from sidecar.coordinator.live import LiveOperation, in_messages
 from sidecar.coordinator.refusals import as_failure, check_spec, invalid
+from sidecar.coordinator.running import Running
 from sidecar.coordinator.schema import StoredOperation, StoreError
 from sidecar.coordinator.selectors import read_targets
-from sidecar.coordinator.store import Store, StoreJournal
-from sidecar.coordinator.targets import Target
-from sidecar.coordinator.unknowns import Unknowns
+from sidecar.coordinator.store import Store
 from sidecar.rpc.errors import Failure, failure
 
 MAX_ACTIVE: Final = 32
 """Operations under way at once; each may have 1,024 calls in flight."""
 
-_RECENT: Final = 8
-_IDENTIFY_S: Final = 2.0
-_FLUSH_EVERY_S: Final = 5.0
 _WATCH_PAUSE_S: Final = 0.01
 _CANCELLED: Final = "the operation was cancelled before this target's turn"
-
-_log = logging.getLogger(__name__)
-_audit = logging.getLogger("kvctl.audit")
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """How much of the past is kept. Operations that have not ended are always kept."""
-
-    operations: int = 1000
-    age_s: float = 30 * 86400.0
 
 
 class Operations:
     """See the module. Belongs to one loop; raises `rpc.errors.Failure` for what a caller must hear."""
 
     def __init__(
-        self,
-        store: Store,
-        discovery: Discovery,
-        channels: Channels,
-        metrics: CoordinatorMetrics,
-        retention: Retention | None = None,
+        self, store: Store, discovery: Discovery, channels: Channels, running: Running, audit: FleetAudit
     ) -> None:
         self._store = store
         self._discovery = discovery
         self._channels = channels
-        self._metrics = metrics
-        self._retention = retention or Retention()
-        self.unknowns = Unknowns(store, GrpcReplicas(channels), metrics, self._learned)
-        self._live: dict[str, LiveOperation] = {}
-        self._recent: OrderedDict[str, LiveOperation] = OrderedDict()
-        """The last that ended: a watch that comes back for the end gets what it missed and no more."""
+        self._running = running
+        self._audit = audit
         self._starting: dict[str, asyncio.Lock] = {}
-        self._stopping = asyncio.Event()
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set once the coordinator shuts down."""
+        return self._running.stopping
 
     # --- starting ------------------------------------------------------------------------------------------------
 
-    async def start(self, operation_id: str, spec: fleet_pb2.OperationSpec, caller: str) -> fleet_pb2.FleetOperation:
+    async def start(self, operation_id: str, spec: fleet_pb2.OperationSpec, asker: Asker) -> fleet_pb2.FleetOperation:
         """Put an operation on record and begin it; a repeat gives the one on record."""
         operation_id = _checked_id(operation_id) if operation_id else str(uuid.uuid4())
         check_spec(spec)
@@ -90,53 +65,50 @@ class Operations:
                 known = await self._known(operation_id)
                 if known is not None:
                     return _same(known, spec)
-                return await self._start_new(operation_id, spec, caller)
+                return await self._start_new(operation_id, spec, asker)
         finally:
             if not lock.locked():
                 self._starting.pop(operation_id, None)
 
     async def _start_new(
-        self, operation_id: str, spec: fleet_pb2.OperationSpec, caller: str
+        self, operation_id: str, spec: fleet_pb2.OperationSpec, asker: Asker
     ) -> fleet_pb2.FleetOperation:
         self._refuse_when_stopping()
-        if len(self._live) >= MAX_ACTIVE:
+        if len(self._running) >= MAX_ACTIVE:
             raise failure(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "TOO_MANY_OPERATIONS",
-                f"{len(self._live)} operations are under way, the most a coordinator runs; try again later",
+                f"{len(self._running)} operations are under way, the most a coordinator runs; try again later",
                 retry_after=5.0,
             )
         if self._store.trouble.startswith("the store is corrupt"):
             raise as_failure(StoreError(self._store.trouble))
         try:
             resolved = await self._resolve(spec)
-            operation = fleet_pb2.FleetOperation(
-                operation_id=operation_id,
-                kind=calls.KINDS[str(spec.WhichOneof("operation"))],
-                spec=spec,
-                state=fleet_pb2.OPERATION_STATE_PENDING,
-                targets_incomplete=resolved.incomplete,
-                warnings=resolved.warnings,
-                version=1,
-            )
-            operation.started_at.GetCurrentTime()
             replicas = GrpcReplicas(self._channels, resolved.identities)
             # Made before anything is on record: a rollout that makes no sense is refused, not remembered.
             Execution(operation_id, spec, resolved.aims, replicas)
-            await self._store.create(operation, resolved.aims, resolved.apart, caller)
-            stored = await self._store.read(operation_id)
         except Exception as error:
             raise as_failure(error) from error
+        kind = str(spec.WhichOneof("operation"))
+        about = {**asked_for(spec), "targets": len(resolved.aims)}
+        self._audit.begin(asker, kind, operation_id, about)
+        try:
+            stored = await self._put_on_record(_new(operation_id, spec, resolved), resolved, asker)
+        except StoreError as error:
+            refusal = {"state": "refused", "code": "INTERNAL", "reason": "STORE_FAILED", "message": str(error)}
+            self._audit.end(asker.caller.name, kind, operation_id, refusal)
+            raise as_failure(error) from error
+        return self._running.begin(stored, replicas).snapshot()
+
+    async def _put_on_record(
+        self, operation: fleet_pb2.FleetOperation, resolved: resolution.Resolved, asker: Asker
+    ) -> StoredOperation:
+        await self._store.create(operation, resolved.aims, resolved.apart, asker.caller.name)
+        stored = await self._store.read(operation.operation_id)
         if stored is None:
-            raise failure(grpc.StatusCode.INTERNAL, "STORE_FAILED", f"operation {operation_id} is not on record")
-        _audit.info(
-            "fleet operation=%s id=%s caller=%s targets=%d phase=start",
-            spec.WhichOneof("operation"),
-            operation_id,
-            caller,
-            len(stored.aims),
-        )
-        return self._begin(stored, replicas).snapshot()
+            raise StoreError(f"operation {operation.operation_id} is not on record although it was written")
+        return stored
 
     async def _resolve(self, spec: fleet_pb2.OperationSpec) -> resolution.Resolved:
         selection = read_targets(spec.targets)
@@ -144,186 +116,49 @@ class Operations:
         counted = spec.rollout.strategy == fleet_pb2.ROLLOUT_STRATEGY_ROLLING or spec.rollout.max_failures > 0
         return await resolution.resolve(selection, discovered, self._channels, ask_all=counted)
 
-    # --- after a crash -------------------------------------------------------------------------------------------
-
-    async def resume_all(self) -> int:
-        """Take up every operation on record that has not ended; how many."""
-        unfinished = await self._store.unfinished()
-        for stored in unfinished:
-            stored.operation.version += RESUME_GAP
-            asked = [was.request_id for was in stored.recorded.values() if was.result is None]
-            _log.info(
-                "operation resumed id=%s targets=%d recorded=%d to_ask=%d",
-                stored.operation.operation_id,
-                len(stored.aims),
-                len(stored.recorded),
-                len(asked),
-            )
-            self._begin(stored, None)
-        return len(unfinished)
-
-    async def _identities(self, stored: StoredOperation) -> dict[str, types_pb2.ReplicaInfo]:
-        """Who the targets are that were called before the crash: a further address of one of them must not be called
-        as if it were another replica.
-        """
-        called = [aim for aim in stored.aims if aim.name in stored.recorded and stored.recorded[aim.name].request_id]
-        if len(called) == len(stored.aims):
-            return {}
-
-        async def one(aim: Aim) -> tuple[str, types_pb2.ReplicaInfo | None]:
-            target = Target(aim.address, aim.name, server_name=aim.server_name)
-            async with self._channels.lease(target) as channel:
-                found = await calls.get_replica(channel, aim.address, _IDENTIFY_S, self._channels.metadata())
-            return aim.address, found if isinstance(found, types_pb2.ReplicaInfo) else None
-
-        answers = await asyncio.gather(*(one(aim) for aim in called))
-        return {address: info for address, info in answers if info is not None}
-
-    # --- running -------------------------------------------------------------------------------------------------
-
-    def _begin(self, stored: StoredOperation, replicas: GrpcReplicas | None) -> LiveOperation:
-        operation_id = stored.operation.operation_id
-        live = LiveOperation(stored, StoreJournal(self._store, operation_id))
-        self._live[operation_id] = live
-        live.task = asyncio.create_task(self._run(live, replicas), name=f"operation-{operation_id}")
-        return live
-
-    async def _run(self, live: LiveOperation, replicas: GrpcReplicas | None) -> None:
-        stored, operation = live.stored, live.operation
-        try:
-            if replicas is None:
-                replicas = GrpcReplicas(self._channels, await self._identities(stored))
-                for aim in stored.aims:
-                    if aim.name in stored.recorded and stored.recorded[aim.name].request_id:
-                        replicas.claim(aim)
-            live.execution = execution = Execution(
-                operation.operation_id,
-                operation.spec,
-                stored.aims,
-                replicas,
-                journal=live.journal,
-                recorded=stored.recorded,
-                on_change=lambda row: self._row_changed(live, row),
-            )
-            self._steer(live)
-            live.show(fleet_pb2.OPERATION_STATE_PAUSED if live.held else fleet_pb2.OPERATION_STATE_RUNNING)
-            await execution.run()
-            self._metrics.retries.inc(execution.retries)
-            for text in execution.warnings:
-                live.warn(text)
-        except Exception:  # noqa: BLE001 - logged and told; the coordinator goes on with the others
-            # Not recorded as ended: whoever starts next takes it up again from what is on record.
-            _log.exception("operation %s stopped by a defect", operation.operation_id)
-            live.warn("a defect here stopped the operation, the log has the trace; restart the coordinator to go on")
-            live.tell()
-            return
-        await self._conclude(live)
-
-    async def _conclude(self, live: LiveOperation) -> None:
-        """On record, then told. While the store refuses, the end is told all the same and recorded later."""
-        operation_id = live.operation.operation_id
-        while True:
-            final = live.conclude()
-            try:
-                await live.journal.flush()
-                await self._store.update(final, ended=True)
-                break
-            except StoreError as error:
-                if not live.ended:
-                    live.warn(f"the operation store failed, this result is kept in memory only: {error}")
-                    live.end(live.conclude())
-                    self._ended(live)
-                await asyncio.sleep(_FLUSH_EVERY_S)
-        if not live.ended:
-            live.end(final)
-            self._ended(live)
-        self._live.pop(operation_id, None)
-        self._recent[operation_id] = live
-        while len(self._recent) > _RECENT:
-            self._recent.popitem(last=False)
-        await self.prune()
-
-    def _ended(self, live: LiveOperation) -> None:
-        operation = live.operation
-        self._metrics.operation_ended(operation)
-        self.unknowns.watch(operation)
-        _audit.info(
-            "fleet operation=%s id=%s caller=%s state=%s succeeded=%d total=%d phase=end",
-            operation.spec.WhichOneof("operation"),
-            operation.operation_id,
-            live.stored.caller,
-            fleet_pb2.OperationState.Name(operation.state),
-            operation.counts.succeeded,
-            operation.counts.total,
-        )
-
-    def _learned(self, operation: fleet_pb2.FleetOperation, _row: fleet_pb2.TargetResult) -> None:
-        """The store has a newer end than the one in memory."""
-        self._recent.pop(operation.operation_id, None)
-
-    def _row_changed(self, live: LiveOperation, row: fleet_pb2.TargetResult) -> None:
-        if row.outcome != fleet_pb2.TARGET_OUTCOME_RUNNING:
-            self._metrics.target_ended(live.operation, row)
-        live.row_changed(row)
-
-    async def prune(self) -> None:
-        """Forget what retention no longer keeps."""
-        try:
-            forgotten = await self._store.prune(self._retention.operations, self._retention.age_s)
-        except StoreError as error:
-            _log.warning("old operations not removed: %s", error)
-            return
-        if forgotten:
-            _log.info("operations forgotten count=%d", forgotten)
-
     # --- steering ------------------------------------------------------------------------------------------------
 
-    async def hold(self, operation_id: str, caller: str) -> fleet_pb2.FleetOperation:
+    async def hold(self, operation_id: str, asker: Asker) -> fleet_pb2.FleetOperation:
         """Start no further target. In force even when the store refuses to record it."""
-        live = await self._running(operation_id)
+        live = await self._under_way(operation_id)
+        self._audit.begin(asker, "hold", live.operation.operation_id)
         live.held = True
-        return await self._steered(live, "hold", caller)
+        return await self._steered(live, "hold", asker)
 
-    async def release(self, operation_id: str, caller: str) -> fleet_pb2.FleetOperation:
+    async def release(self, operation_id: str, asker: Asker) -> fleet_pb2.FleetOperation:
         """Go on."""
         self._refuse_when_stopping()
-        live = await self._running(operation_id)
+        live = await self._under_way(operation_id)
+        self._audit.begin(asker, "release", live.operation.operation_id)
         live.held = False
-        return await self._steered(live, "release", caller)
+        return await self._steered(live, "release", asker)
 
-    async def cancel(self, operation_id: str, caller: str) -> fleet_pb2.FleetOperation:
+    async def cancel(self, operation_id: str, asker: Asker) -> fleet_pb2.FleetOperation:
         """Start no further target, for good. An operation that has ended is given back as it is."""
-        live = self._live.get(_checked_id(operation_id))
+        live = self._running.find(_checked_id(operation_id))
         if live is None or live.ended:
             return await self.get(operation_id)
+        self._audit.begin(asker, "cancel", live.operation.operation_id)
         live.cancelled = live.cancelled or _CANCELLED
-        return await self._steered(live, "cancel", caller)
+        return await self._steered(live, "cancel", asker)
 
-    async def _steered(self, live: LiveOperation, what: str, caller: str) -> fleet_pb2.FleetOperation:
+    async def _steered(self, live: LiveOperation, what: str, asker: Asker) -> fleet_pb2.FleetOperation:
         operation_id = live.operation.operation_id
-        _audit.info("fleet operation=%s id=%s caller=%s phase=steer", what, operation_id, caller)
+        recorded = True
         try:
             await self._store.steer(operation_id, held=live.held, cancelled=live.cancelled)
         except StoreError as error:
             # Stopping must work when nothing else does; only a restart would forget it, and that is said.
+            recorded = False
             live.warn(f"{what} is in force but not on record, a restarted coordinator will not know it: {error}")
-        self._steer(live)
+        self._running.steer(live)
         if not live.ended:
             live.show(fleet_pb2.OPERATION_STATE_PAUSED if live.held else fleet_pb2.OPERATION_STATE_RUNNING)
+        self._audit.end(asker.caller.name, what, operation_id, {"recorded": recorded})
         return live.snapshot()
 
-    def _steer(self, live: LiveOperation) -> None:
-        if live.execution is None:
-            return
-        if live.held or self._stopping.is_set():
-            live.execution.hold()
-        else:
-            live.execution.release()
-        if live.cancelled:
-            live.execution.cancel(live.cancelled)
-
-    async def _running(self, operation_id: str) -> LiveOperation:
-        live = self._live.get(_checked_id(operation_id))
+    async def _under_way(self, operation_id: str) -> LiveOperation:
+        live = self._running.find(_checked_id(operation_id))
         if live is not None and not live.ended:
             return live
         ended = await self.get(operation_id)
@@ -350,15 +185,12 @@ class Operations:
             rows = await self._store.page(size, before)
         except StoreError as error:
             raise as_failure(error) from error
-        return [
-            (sequence, self._live[found.operation_id].snapshot() if found.operation_id in self._live else found)
-            for sequence, found in rows
-        ]
+        live = ((sequence, self._running.find(found.operation_id), found) for sequence, found in rows)
+        return [(sequence, runs.snapshot() if runs is not None else found) for sequence, runs, found in live]
 
     async def watch(self, operation_id: str, after_version: int) -> AsyncIterator[fleet_pb2.FleetOperation]:
         """The operation with what changed after a version, again and again until it has ended."""
-        checked = _checked_id(operation_id)
-        live = self._live.get(checked) or self._recent.get(checked)
+        live = self._running.find_recent(_checked_id(operation_id))
         if live is None:
             ended = await self.get(operation_id)
             if ended.version > after_version:
@@ -380,17 +212,17 @@ class Operations:
 
     async def _changed_or_stopping(self, live: LiveOperation, version: int) -> None:
         changed = asyncio.ensure_future(live.changed_after(version))
-        stopping = asyncio.ensure_future(self._stopping.wait())
+        stopping = asyncio.ensure_future(self.stopping.wait())
         try:
             await asyncio.wait([changed, stopping], return_when=asyncio.FIRST_COMPLETED)
         finally:
             changed.cancel()
             stopping.cancel()
-        if self._stopping.is_set() and live.operation.version <= version:
+        if self.stopping.is_set() and live.operation.version <= version:
             raise _stopping("watch again after the version seen last, at the coordinator that follows")
 
     async def _known(self, operation_id: str) -> fleet_pb2.FleetOperation | None:
-        live = self._live.get(operation_id)
+        live = self._running.find(operation_id)
         if live is not None:
             return live.snapshot()
         try:
@@ -399,36 +231,23 @@ class Operations:
             raise as_failure(error) from error
         return None if stored is None else stored.operation
 
-    @property
-    def active(self) -> int:
-        """Operations under way."""
-        return sum(not live.ended for live in self._live.values())
-
-    @property
-    def stopping(self) -> asyncio.Event:
-        """Set once the coordinator shuts down."""
-        return self._stopping
-
-    # --- the end -------------------------------------------------------------------------------------------------
-
-    async def drain(self, grace_s: float) -> None:
-        """Start nothing more, let calls under way end within the grace, leave the rest to whoever starts next."""
-        self._stopping.set()
-        for live in self._live.values():
-            self._steer(live)
-        deadline = asyncio.get_running_loop().time() + grace_s
-        for live in list(self._live.values()):
-            if live.execution is not None:
-                left = deadline - asyncio.get_running_loop().time()
-                await live.execution.quiet(max(0.0, left))
-        tasks = [live.task for live in self._live.values() if live.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     def _refuse_when_stopping(self) -> None:
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             raise _stopping("try again at the coordinator that follows")
+
+
+def _new(operation_id: str, spec: fleet_pb2.OperationSpec, resolved: resolution.Resolved) -> fleet_pb2.FleetOperation:
+    operation = fleet_pb2.FleetOperation(
+        operation_id=operation_id,
+        kind=calls.KINDS[str(spec.WhichOneof("operation"))],
+        spec=spec,
+        state=fleet_pb2.OPERATION_STATE_PENDING,
+        targets_incomplete=resolved.incomplete,
+        warnings=resolved.warnings,
+        version=1,
+    )
+    operation.started_at.GetCurrentTime()
+    return operation
 
 
 def _checked_id(operation_id: str) -> str:

@@ -36,6 +36,7 @@ class Roster:
         """Whether discovery has answered at least once."""
         self.trouble = "discovery has not answered yet"
         """Why the last look failed; empty when it did not."""
+        self._warnings: tuple[str, ...] = ()
 
     async def run(self, came_up: Callable[[], None]) -> None:
         """Look for ever; `came_up` is called once, after the first look that succeeds."""
@@ -58,6 +59,10 @@ class Roster:
             self._metrics.incomplete.set(1)
             return False
         self.trouble = ""
+        for warning in discovered.warnings:
+            if warning not in self._warnings:
+                _log.warning("discovery: %s", warning)
+        self._warnings = discovered.warnings
         if not self.up:
             # Serving does not wait for replicas: who is unreachable is a row of an operation, not a reason to be down.
             return True

@@ -13,6 +13,7 @@ import grpc.aio
 from kvctl.v1 import fleet_pb2, fleet_pb2_grpc
 
 from sidecar.coordinator import calls, reading, resolution
+from sidecar.coordinator.audit import Asker
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.discovery import Discovery
 from sidecar.coordinator.live import without_rows
@@ -64,7 +65,7 @@ class FleetAdmin(fleet_pb2_grpc.FleetAdminServicer):
     # --- operations ----------------------------------------------------------------------------------------------
 
     async def StartOperation(  # noqa: N802 - the RPC's name
-        self, request: fleet_pb2.StartOperationRequest, _context: Context
+        self, request: fleet_pb2.StartOperationRequest, context: Context
     ) -> fleet_pb2.StartOperationResponse:
         """Put on record, begin."""
         caller = CALLER.get()
@@ -75,7 +76,7 @@ class FleetAdmin(fleet_pb2_grpc.FleetAdminServicer):
                 f"stopping and resuming schedulers needs the role admin; {caller.name} has {caller.role.name.lower()}",
                 metadata={"method": "StartOperation", "role_needed": "admin", "role": caller.role.name.lower()},
             )
-        operation = await self._operations.start(request.operation_id, request.spec, caller.name)
+        operation = await self._operations.start(request.operation_id, request.spec, _asker(context))
         return fleet_pb2.StartOperationResponse(operation=fitting(operation))
 
     async def GetOperation(  # noqa: N802 - the RPC's name
@@ -114,24 +115,24 @@ class FleetAdmin(fleet_pb2_grpc.FleetAdminServicer):
             yield fleet_pb2.WatchOperationResponse(operation=operation)
 
     async def PauseOperation(  # noqa: N802 - the RPC's name
-        self, request: fleet_pb2.PauseOperationRequest, _context: Context
+        self, request: fleet_pb2.PauseOperationRequest, context: Context
     ) -> fleet_pb2.PauseOperationResponse:
         """Hold."""
-        operation = await self._operations.hold(request.operation_id, CALLER.get().name)
+        operation = await self._operations.hold(request.operation_id, _asker(context))
         return fleet_pb2.PauseOperationResponse(operation=fitting(operation))
 
     async def ResumeOperation(  # noqa: N802 - the RPC's name
-        self, request: fleet_pb2.ResumeOperationRequest, _context: Context
+        self, request: fleet_pb2.ResumeOperationRequest, context: Context
     ) -> fleet_pb2.ResumeOperationResponse:
         """Go on."""
-        operation = await self._operations.release(request.operation_id, CALLER.get().name)
+        operation = await self._operations.release(request.operation_id, _asker(context))
         return fleet_pb2.ResumeOperationResponse(operation=fitting(operation))
 
     async def CancelOperation(  # noqa: N802 - the RPC's name
-        self, request: fleet_pb2.FleetAdminCancelOperationRequest, _context: Context
+        self, request: fleet_pb2.FleetAdminCancelOperationRequest, context: Context
     ) -> fleet_pb2.FleetAdminCancelOperationResponse:
         """Start no further target."""
-        operation = await self._operations.cancel(request.operation_id, CALLER.get().name)
+        operation = await self._operations.cancel(request.operation_id, _asker(context))
         return fleet_pb2.FleetAdminCancelOperationResponse(operation=fitting(operation))
 
     # --- reading -------------------------------------------------------------------------------------------------
@@ -215,6 +216,10 @@ class FleetAdmin(fleet_pb2_grpc.FleetAdminServicer):
             return await self._resolve(targets)
         except Failure:
             return last
+
+
+def _asker(context: Context) -> Asker:
+    return Asker(CALLER.get(), context.peer())
 
 
 async def _flag(event: asyncio.Event) -> None:

@@ -1,128 +1,15 @@
-"""Who did what: one JSON line before each mutation and one after it.
-
-The line before comes first and must be written: when it cannot be, the mutation is refused, because an unrecorded
-change is worse here than no change. Lines are appended with one write each, so that they never mix, and a file that was
-rotated away is opened anew. Requests hold no secrets; credentials never come near this module.
-"""
+"""The audit log of one replica: its name is in every line."""
 
 from __future__ import annotations
 
-import datetime
-import errno
-import json
-import os
-import stat
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Final
-
-import grpc
-
-from sidecar.rpc import tracing
-from sidecar.rpc.auth import Caller
-from sidecar.rpc.errors import failure
-
-STDOUT: Final = "-"
+from sidecar.rpc import audit
 
 Value = str | int | float | bool | list[int]
 
 
-class AuditLog:
-    """Appends to one file, or to stdout."""
+class AuditLog(audit.AuditLog):
+    """See `sidecar.rpc.audit`."""
 
     def __init__(self, target: str, replica: str) -> None:
         """`target` is a path, or "-" for stdout. OSError names the setting and the path when it cannot be used."""
-        self._target = target
-        self._replica = replica
-        self._fd = 1
-        self._inode = 0
-        if target != STDOUT:
-            self._open_first()
-
-    def begin(self, caller: Caller, peer: str, operation: str, request_id: str, details: Mapping[str, Value]) -> None:
-        """Before the mutation. Failure INTERNAL when the line cannot be written."""
-        try:
-            self._write("begin", caller, peer, operation, request_id, details)
-        except OSError as error:
-            raise failure(
-                grpc.StatusCode.INTERNAL,
-                "STORE_FAILED",
-                f"nothing was changed: the audit log {self._target} cannot be written by uid {os.getuid()}: "
-                f"{error.strerror or error}",
-                metadata={"request_id": request_id},
-            ) from error
-
-    def end(self, caller: Caller, peer: str, operation: str, request_id: str, details: Mapping[str, Value]) -> None:
-        """After the mutation. OSError when the line cannot be written."""
-        self._write("end", caller, peer, operation, request_id, details)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._target != STDOUT:
-            os.close(self._fd)
-
-    def _write(
-        self, event: str, caller: Caller, peer: str, operation: str, request_id: str, details: Mapping[str, Value]
-    ) -> None:
-        line = {
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-            "audit": event,
-            "replica": self._replica,
-            "operation": operation,
-            "request_id": request_id,
-            "caller": caller.name,
-            "role": caller.role.name.lower(),
-            "peer": peer,
-            **details,
-        }
-        if trace := tracing.trace_id():
-            line["trace_id"] = trace
-        data = (json.dumps(line, ensure_ascii=True) + "\n").encode()
-        self._follow_rotation()
-        written = os.write(self._fd, data)
-        if written != len(data):
-            raise OSError(28, "the line was cut short: no space left?")
-
-    def _open_first(self) -> None:
-        try:
-            self._open()
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"--audit-log {self._target} cannot be opened by uid {os.getuid()}: {error.strerror or error}",
-            ) from error
-        why = _why_unwritable(self._fd)
-        if why:
-            os.close(self._fd)
-            raise OSError(errno.EINVAL, f"--audit-log {self._target}: {why}")
-
-    def _open(self) -> None:
-        self._fd = os.open(self._target, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._inode = os.fstat(self._fd).st_ino
-
-    def _follow_rotation(self) -> None:
-        if self._target == STDOUT:
-            return
-        try:
-            if Path(self._target).stat().st_ino == self._inode:
-                return
-        except FileNotFoundError:
-            pass
-        old = self._fd
-        self._open()
-        os.close(old)
-
-
-def _why_unwritable(fd: int) -> str:
-    """Why every mutation would be refused for want of an audit line; empty when nothing speaks against it.
-
-    Opening proves little: /dev/full opens, and so does a file on a full disk. Nothing is written to find out.
-    """
-    status = os.fstat(fd)
-    if stat.S_ISREG(status.st_mode):
-        disk = os.fstatvfs(fd)
-        free = disk.f_bavail if os.geteuid() else disk.f_bfree
-        return "no space left on its disk" if disk.f_blocks and not free else ""
-    if stat.S_ISCHR(status.st_mode) and not os.isatty(fd) and status.st_rdev != os.stat(os.devnull).st_rdev:
-        return f"it is a device; expected a file, {os.devnull}, or - for stdout"
-    return ""
+        super().__init__(target, {"replica": replica})

@@ -69,6 +69,8 @@ async def coordinator(
     words = [word for target in targets for word in ("--targets", target)]
     if "--store" not in arguments:
         words += ["--store", str(folder / "ops.db")]
+    if "--audit-log" not in arguments:
+        words += ["--audit-log", str(folder / "audit.jsonl")]
     words += ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--ready-file", str(ready), "--grace", "5s"]
     app = Application(config.load([*words, *arguments], {}))
     task = asyncio.create_task(app.run())

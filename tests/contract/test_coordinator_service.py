@@ -14,8 +14,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvctl.v1 import fleet_pb2, types_pb2
 
-from sidecar.coordinator import service
+from sidecar.coordinator import app, service
+from sidecar.coordinator.discovery import DiscoveryError
 from sidecar.coordinator.live import in_messages
+from sidecar.coordinator.targets import Discovered, Target
 from sidecar.rpc import errors
 from sidecar.rpc.channels import ClientSecurity
 from tests.contract.coordinator_in_process import ENDED, coordinator, keep_reset, until
@@ -174,7 +176,7 @@ async def test_an_outcome_that_was_unknown_is_asked_for_after_the_end_until_it_i
         assert ended.state == fleet_pb2.OPERATION_STATE_FAILED
         assert "kvctl_coordinator_operations_unknown 1.0" in (await running.page("/metrics"))[1]
         muted = False
-        await running.app._operations.unknowns.ask_all()
+        await running.app._running.unknowns.ask_all()
         learned = await running.get(ended.operation_id)
         assert outcomes(learned) == {"r0": "SUCCEEDED"}
         assert learned.state == SUCCEEDED
@@ -442,25 +444,53 @@ async def test_a_corrupt_store_refuses_operations_and_still_shows_the_fleet(tmp_
 # --- health, metrics, access -------------------------------------------------------------------------------------
 
 
-async def test_health_is_not_serving_until_discovery_answers(tmp_path: Path) -> None:
+class LateDiscovery:
+    """Answers nothing until it is told whom to name."""
+
+    def __init__(self) -> None:
+        self.found: tuple[Target, ...] = ()
+
+    async def targets(self) -> Discovered:
+        if not self.found:
+            raise DiscoveryError("nobody answers for vllm.example")
+        return Discovered(self.found)
+
+    def describe(self) -> str:
+        return "a test"
+
+
+async def test_health_is_not_serving_until_discovery_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    discovery = LateDiscovery()
+    monkeypatch.setattr(app, "discovery_of", lambda *_: discovery)
+    async with serving(FakeSidecar()) as addresses, coordinator(tmp_path, ["dns:///vllm.example:1"]) as running:
+        health = health_pb2_grpc.HealthStub(running.channel)
+        check = health_pb2.HealthCheckRequest(service=service.SERVICE)
+        assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        status, body = await running.page("/readyz")
+        assert status == 503
+        assert "vllm.example" in body
+        refusal = await failure_of(running.start(keep_reset()))
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DISCOVERY_FAILED")
+        discovery.found = (Target(addresses[0], "r0"),)
+        async with asyncio.timeout(60):
+            async for answer in health.Watch(check):
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    break
+        assert (await running.page("/readyz"))[0] == 200
+        assert (await running.run(keep_reset())).state == SUCCEEDED
+
+
+async def test_an_inventory_that_goes_away_is_a_warning_and_the_list_read_last_is_kept(tmp_path: Path) -> None:
+    inventory = tmp_path / "fleet.yaml"
     async with serving(FakeSidecar()) as addresses:
-        inventory = tmp_path / "fleet.yaml"
+        inventory.write_text(f"replicas: [{{name: r0, address: '{addresses[0]}'}}]")
         async with coordinator(tmp_path, [], "--inventory", str(inventory)) as running:
-            health = health_pb2_grpc.HealthStub(running.channel)
-            check = health_pb2.HealthCheckRequest(service=service.SERVICE)
-            assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            status, body = await running.page("/readyz")
-            assert status == 503
-            assert str(inventory) in body
-            refusal = await failure_of(running.start(keep_reset()))
-            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DISCOVERY_FAILED")
-            inventory.write_text(f"replicas: [{{name: r0, address: '{addresses[0]}'}}]")
-            async with asyncio.timeout(5):
-                async for answer in health.Watch(check):
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        break
-            assert (await running.page("/readyz"))[0] == 200
             assert (await running.run(keep_reset())).state == SUCCEEDED
+            inventory.unlink()
+            ended = await running.run(keep_reset())
+    assert outcomes(ended) == {"r0": "SUCCEEDED"}
+    assert ended.state == fleet_pb2.OPERATION_STATE_PARTIAL, "there may be replicas that the lost file would name"
+    assert any(str(inventory) in warning and "list read before" in warning for warning in ended.warnings)
 
 
 async def test_metrics_count_results_and_replicas_without_request_ids(tmp_path: Path) -> None:

@@ -125,8 +125,11 @@ def test_a_taken_port_is_named(made: ExitStack, tmp_path: Path) -> None:
         (["--targets", "127.0.0.1:1", "--unknown"], 2, "--unknown"),
         ([], 2, "no replicas"),
         (["--targets", "127.0.0.1:1", "--listen", "0.0.0.0:0"], 4, "--insecure"),
-        (["--inventory", "/nonexistent/fleet.yaml", "--check"], 4, "/nonexistent/fleet.yaml"),
-        (["--targets", "dns://x", "--check"], 4, "dns:///name:port"),
+        (["--inventory", "/nonexistent/fleet.yaml"], 2, "/nonexistent/fleet.yaml"),
+        (["--inventory", "/nonexistent/fleet.yaml", "--check"], 2, "/nonexistent/fleet.yaml"),
+        (["--targets", "dns://x", "--check"], 2, "dns:///name:port"),
+        (["--targets", "dns://x"], 2, "dns:///name:port"),
+        (["--targets", "127.0.0.1:1", "--audit-log", "/nonexistent/audit"], 4, "--audit-log /nonexistent/audit"),
         (["--targets", "127.0.0.1:1", "--tls-cert", "/nonexistent"], 2, "--tls-key"),
     ],
 )

@@ -18,6 +18,10 @@ class DiscoveryError(Exception):
     """
 
 
+class SourceError(DiscoveryError, ValueError):
+    """A text that names no source of targets at all: nobody was asked."""
+
+
 class Discovery(Protocol):
     """A source of targets."""
 

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from sidecar.coordinator.discovery import DiscoveryError
+from sidecar.coordinator.discovery import DiscoveryError, SourceError
 from sidecar.coordinator.targets import Discovered, Target
 
 Resolver = Callable[[str, socket.AddressFamily], Awaitable[list[str]]]
@@ -30,10 +30,10 @@ class DnsDiscovery:
     """All A and AAAA records of one name."""
 
     def __init__(self, url: str, resolver: Resolver | None = None) -> None:
-        """DiscoveryError when `url` is not dns:///name:port."""
+        """SourceError when `url` is not dns:///name:port."""
         found = _FORM.fullmatch(url)
         if found is None or not 0 < int(found["port"]) < 65536:
-            raise DiscoveryError(f"{url!r} is not a DNS target; expected dns:///name:port, e.g. dns:///vllm:7700")
+            raise SourceError(f"{url!r} is not a DNS target; expected dns:///name:port, e.g. dns:///vllm:7700")
         self._host, self._port = found["host"], int(found["port"])
         self._resolver = resolver or _system_resolver
 

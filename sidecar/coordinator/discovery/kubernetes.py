@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 import msgspec
 
-from sidecar.coordinator.discovery import DiscoveryError, kube_rows
+from sidecar.coordinator.discovery import DiscoveryError, SourceError, kube_rows
 from sidecar.coordinator.discovery.kube_api import Api, ApiError
 from sidecar.coordinator.discovery.kube_rows import EndpointSlice, Meta, Pod
 from sidecar.coordinator.targets import Discovered, Target
@@ -183,7 +183,7 @@ class KubernetesDiscovery:
 
 
 def from_url(url: str, api: Api, server_name: str = "") -> KubernetesDiscovery:
-    """A discovery for an endpoints:/// or pods:/// URL; DiscoveryError when it is neither.
+    """A discovery for an endpoints:/// or pods:/// URL; SourceError when it is neither.
 
     `server_name`: name expected in the sidecars' certificates; pods are dialled by address, which no certificate has.
     """
@@ -192,13 +192,13 @@ def from_url(url: str, api: Api, server_name: str = "") -> KubernetesDiscovery:
         return _of_service(url, parts.path, api, server_name)
     if parts.scheme == "pods":
         return _of_pods(url, parts.path, parts.query, api, server_name)
-    raise DiscoveryError(_expected(url))
+    raise SourceError(_expected(url))
 
 
 def _of_service(url: str, path: str, api: Api, server_name: str) -> KubernetesDiscovery:
     found = re.fullmatch(r"/([a-z0-9.-]+)/([a-z0-9.-]+)(?::([0-9]{1,5}))?", path)
     if found is None:
-        raise DiscoveryError(_expected(url))
+        raise SourceError(_expected(url))
     namespace, service, port = found[1], found[2], int(found[3]) if found[3] else None
     view = View(
         api,
@@ -216,7 +216,7 @@ def _of_pods(url: str, path: str, query: str, api: Api, server_name: str) -> Kub
     options = parse_qs(query, keep_blank_values=True)
     namespace, selector, port = path.strip("/"), options.pop("selector", [""])[0], options.pop("port", [""])[0]
     if not re.fullmatch(r"[a-z0-9.-]+", namespace) or not selector or options or not re.fullmatch(r"[0-9]{0,5}", port):
-        raise DiscoveryError(_expected(url))
+        raise SourceError(_expected(url))
     view = View(api, f"/api/v1/namespaces/{quote(namespace)}/pods", selector, Pod)
     number = int(port) if port else None
     return KubernetesDiscovery(

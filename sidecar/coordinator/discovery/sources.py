@@ -94,8 +94,8 @@ class JoinedDiscovery:
 def discovery_of(targets: Sequence[str] = (), inventory: str | Path = "", server_name: str = "") -> Discovery:
     """A discovery for texts of FORMS, and for an inventory file.
 
-    `server_name`: expected in the certificates of pods, which are called by address. ValueError or DiscoveryError when
-    a text is none of these.
+    `server_name`: expected in the certificates of pods, which are called by address. ValueError when a text is none of
+    these; DiscoveryError when there is no Kubernetes to ask.
     """
     sources: list[Discovery] = [InventoryDiscovery(Path(inventory))] if inventory else []
     listed: list[Target] = []
