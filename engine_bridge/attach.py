@@ -13,6 +13,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Concatenate, Final, ParamSpec
 
@@ -67,6 +68,8 @@ class Bridge:
         self.name = places.engine_name(identity.data_parallel_rank, self.incarnation)
         self.closed = False
         self.on_breakdown: Callable[[], None] = lambda: None
+        self.before_boundary: Callable[[], None] = lambda: None
+        self.before_step: Callable[[], None] = lambda: None
         self._port = port
         self._directory = directory
         self._start_ticks = places.process_start_ticks()
@@ -81,17 +84,17 @@ class Bridge:
             phase_since_ns=time.monotonic_ns(),
         )
         self.page = PageWriter(directory / f"{self.name}.page", self.counters)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.page.path.unlink, missing_ok=True)
+            undo.callback(self.page.close)
             places.share(self.page.path, group, 0o600, 0o640)
             self._dispatcher = Dispatcher(port, self, clock=time.monotonic_ns, stopping=stopping)
             self._listener = Listener(
                 directory / f"{self.name}.sock", self._welcome, self._dispatcher.handle, group=group
             )
-        except Exception:
-            self.page.close()
-            self.page.path.unlink(missing_ok=True)
-            raise
-        self._waker = Waker(self._listener.fileno(), wake)
+            undo.callback(self._listener.close, "the bridge could not attach")
+            self._waker = Waker(self._listener.fileno(), wake)
+            undo.pop_all()
 
     def _welcome(self) -> protocol.Welcome:
         identity = self._port.identity
@@ -117,6 +120,7 @@ class Bridge:
     @_never_raises
     def boundary(self) -> None:
         """Between two steps: go on with what runs, take what arrived."""
+        self.before_boundary()
         dispatcher = self._dispatcher
         if not dispatcher.quiet:
             dispatcher.tick()
@@ -125,6 +129,7 @@ class Bridge:
     @_never_raises
     def step_begins(self) -> None:
         """The loop enters a step."""
+        self.before_step()
         self.page.set_phase(Phase.STEP, time.monotonic_ns())
 
     @_never_raises
@@ -185,14 +190,15 @@ class Bridge:
         self._listener.close_inherited()
 
     def _remove(self, reason: str) -> None:
+        """Close and remove all that is ours, whatever becomes of the single pieces."""
         try:
-            self._waker.close()
-            self._listener.close(reason)
-            self.page.close()
+            with ExitStack() as pieces:
+                pieces.callback(self.page.path.unlink, missing_ok=True)
+                pieces.callback(self.page.close)
+                pieces.callback(self._listener.close, reason)
+                pieces.callback(self._waker.close)
         except Exception:
             logger.exception("kvctl: closing the bridge failed")
-        finally:
-            self.page.path.unlink(missing_ok=True)
 
     def break_down(self, error: Exception) -> None:
         """A defect of ours: get out of the engine's way for good, and leave a note."""
@@ -204,7 +210,10 @@ class Bridge:
         self._remove("the bridge had a defect and detached; the engine serves on")
         rank = self._port.identity.data_parallel_rank
         places.write_failure(self._directory, self.name, f"detached: {type(error).__name__}: {error}", rank)
-        self.on_breakdown()
+        try:
+            self.on_breakdown()
+        except Exception:
+            logger.exception("kvctl: a hook could not be taken out")
 
     # --- Recorder, for the dispatcher ----------------------------------------------------------------------------
 

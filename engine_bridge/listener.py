@@ -16,6 +16,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -73,21 +74,21 @@ class Listener:
         self._handler = handler
         self._group_id = group_id(group) if group else None
         self._connections: dict[int, _Connection] = {}
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self.path = path
-        try:
+        with ExitStack() as undo:
+            kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+            self._socket = undo.enter_context(socket.socket(socket.AF_UNIX, kind))
             # No umask here: it belongs to the whole process, and vLLM has other threads. Until the chmod the directory
             # protects the socket, and every peer's uid is checked anyway.
             self._socket.bind(os.fspath(path))
+            undo.callback(path.unlink, missing_ok=True)
             if self._group_id is not None:
                 os.chown(path, -1, self._group_id)
             os.chmod(path, 0o600 if self._group_id is None else 0o660)
             self._socket.listen(MAX_CONNECTIONS)
-            self._epoll = select.epoll(flags=select.EPOLL_CLOEXEC)
+            self._epoll = undo.enter_context(select.epoll(flags=select.EPOLL_CLOEXEC))
             self._epoll.register(self._socket.fileno(), select.EPOLLIN)
-        except OSError:
-            self._socket.close()
-            raise
+            undo.pop_all()
 
     def fileno(self) -> int:
         """The epoll's descriptor: readable while there is something to drain."""

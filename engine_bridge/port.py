@@ -122,7 +122,7 @@ class EnginePort(Protocol):
         ...
 
     def release(self) -> None:
-        """End a `hold`: the scheduling state is what it was before."""
+        """End a `hold`: the scheduling state is what it was before, or what others have asked for meanwhile."""
         ...
 
     def drop_prefix_cache(self) -> int:
@@ -210,7 +210,13 @@ class EnginePort(Protocol):
         ...
 
     def paused_by_vllm(self) -> bool:
-        """Whether the scheduler is paused and not by us."""
+        """Whether the scheduler is paused and not by us, or not by us alone."""
+        ...
+
+    def sleep_pending(self) -> bool:
+        """Whether a pause or sleep of vLLM's own still waits for steps to run out: it will take hold of the engine
+        later, whatever becomes of the scheduling state until then.
+        """
         ...
 
     def set_weight_version(self, version: str) -> None:

@@ -12,6 +12,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Final
 
 LONGEST_POLL_S: Final = 3600.0
@@ -27,12 +28,15 @@ class Waker:
         self._wake = wake
         self._wake_at_ns = 0
         self._closed = False
-        self._kick = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll = select.epoll(flags=select.EPOLL_CLOEXEC)
-        self._epoll.register(watched_fd, 0)
-        self._epoll.register(self._kick, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name="kvctl-waker", daemon=True)
-        self._thread.start()
+        with ExitStack() as undo:
+            self._kick = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            undo.callback(os.close, self._kick)
+            self._epoll = undo.enter_context(select.epoll(flags=select.EPOLL_CLOEXEC))
+            self._epoll.register(watched_fd, 0)
+            self._epoll.register(self._kick, select.EPOLLIN)
+            self._thread = threading.Thread(target=self._run, name="kvctl-waker", daemon=True)
+            self._thread.start()
+            undo.pop_all()
 
     def arm(self, wake_at_ns: int, *, at_once: bool = False) -> None:
         """Watch until something arrives, or until `wake_at_ns` (CLOCK_MONOTONIC; 0: no timer)."""

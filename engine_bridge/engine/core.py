@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -74,8 +75,11 @@ class VllmEngine:
         self._capabilities.update(self._guards.lacking())
         self._capabilities["relieve"] = self._capabilities["relieve"] or relief.missing(engine.scheduler)
         self._paused_by_us = False
+        self._setting = False
+        """Whether it is us who set the pause state."""
         self._before_hold: PauseState | None = None
-        self.steps = requests.Steps(engine)
+        """While held: the pause state to go back to."""
+        self.steps = requests.Steps(engine, self._pause_state)
 
     @property
     def identity(self) -> EngineIdentity:
@@ -85,6 +89,14 @@ class VllmEngine:
     def capabilities(self) -> dict[str, str]:
         """See port.EnginePort."""
         return dict(self._capabilities)
+
+    def keep_guards(self) -> None:
+        """Before every step: the guards are in force, whatever others have laid over them."""
+        self._guards.keep_in_force()
+
+    def remove_guards(self) -> None:
+        """Nobody will use this port any more."""
+        self._guards.remove()
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -108,7 +120,11 @@ class VllmEngine:
         """See port.EnginePort."""
         self.steps.look()
         found = evidence.read_evidence(self._engine, self._guards, call, contiguity_blocks)
-        return msgspec.structs.replace(found, woke_without_reset=self.steps.woke_without_reset)
+        return msgspec.structs.replace(
+            found,
+            woke_without_reset=self.steps.woke_without_reset,
+            paused=evidence.PAUSED[self._pause_state()],
+        )
 
     # --- resetting -----------------------------------------------------------------------------------------------
 
@@ -139,9 +155,9 @@ class VllmEngine:
 
     def release(self) -> None:
         """See port.EnginePort."""
-        if self._before_hold is not None:
-            self._set_pause_state(self._before_hold)
-        self._before_hold = None
+        before, self._before_hold = self._before_hold, None
+        if before is not None:
+            self._set_pause_state(before)
 
     def drop_prefix_cache(self) -> int:
         """See port.EnginePort."""
@@ -217,23 +233,42 @@ class VllmEngine:
 
     def paused(self) -> bool:
         """See port.EnginePort."""
-        return bool((self._before_hold or self._scheduler.pause_state) != PauseState.UNPAUSED)
+        return bool(self._pause_state() != PauseState.UNPAUSED)
 
     def paused_by_vllm(self) -> bool:
         """See port.EnginePort."""
         return self.paused() and not self._paused_by_us
 
-    def note_foreign_pause(self) -> None:
-        """Somebody else has just set the pause state: it is no longer ours."""
-        self._paused_by_us = False
+    def sleep_pending(self) -> bool:
+        """See port.EnginePort. A lockstep rank waits for the others' consent as well."""
+        engine = self._engine
+        return bool(getattr(engine, "_idle_state_callbacks", None)) or bool(getattr(engine, "pending_pause", False))
 
     def sleeping(self) -> bool:
         """See port.EnginePort."""
         return bool(self._engine.model_executor.is_sleeping)
 
+    def pause_state_is_set(self, set_pause_state: Callable[[PauseState], None], state: PauseState) -> None:
+        """Somebody sets the pause state. Another than us: the pause is no longer ours, and what they ask for outlives a
+        hold of ours.
+        """
+        if not self._setting:
+            self._paused_by_us = False
+            if self._before_hold is not None:
+                self._before_hold = state
+                state = PauseState.PAUSED_ALL
+        set_pause_state(state)
+
+    def _pause_state(self) -> PauseState:
+        """As others than us know it: a hold is not theirs to see."""
+        return self._scheduler.pause_state if self._before_hold is None else self._before_hold
+
     def _set_pause_state(self, state: PauseState) -> None:
-        # The class's own method: the instance's is hooked to notice what others set.
-        type(self._scheduler).set_pause_state(self._scheduler, state)
+        self._setting = True
+        try:
+            self._scheduler.set_pause_state(state)
+        finally:
+            self._setting = False
 
     def set_weight_version(self, version: str) -> None:
         """See port.EnginePort."""

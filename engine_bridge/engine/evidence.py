@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_HOLDERS: Final = 16
 
-_PAUSED: Final[dict[PauseState, Literal["", "new", "all"]]] = {
+PAUSED: Final[dict[PauseState, Literal["", "new", "all"]]] = {
     PauseState.UNPAUSED: "",
     PauseState.PAUSED_NEW: "new",
     PauseState.PAUSED_ALL: "all",
@@ -64,7 +64,7 @@ def read_evidence(engine: EngineCore, guards: Guards, call: int, contiguity_bloc
         head=_head(scheduler, found),
         holders=_largest(scheduler, found),
         oldest_waiting_ns=found.oldest_ns,
-        paused=_PAUSED[scheduler.pause_state],
+        paused=PAUSED[scheduler.pause_state],
         sleeping=bool(engine.model_executor.is_sleeping),
         woke_without_reset=False,
         scheduling="running",

@@ -1,6 +1,6 @@
 """What must hold after a keep reset, where vLLM takes for granted that a held block keeps its hash.
 
-Two guards, each on the instance and never on a class:
+Two guards, each on the instance and never on a class (see `in_force`):
 
 * An offload store that completes after the reset. `simple_kv_offload` holds a reference on a GPU block while it copies
   it, then asserts that the block still has its hash. The guard completes the store for blocks that have one, and for
@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from engine_bridge.engine.in_force import Layer
+
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -37,7 +39,8 @@ class Guards:
     def __init__(self, scheduler: Scheduler) -> None:
         """Use `install`."""
         self._scheduler = scheduler
-        self._quarantine = Quarantine(scheduler.kv_cache_manager.coordinator)
+        self._quarantine = Quarantine(scheduler)
+        self._completions: list[Layer] = []
         self.problems: dict[str, str] = {}
         """Capability -> why it cannot be guarded on this engine; such a capability must stay off."""
 
@@ -47,11 +50,26 @@ class Guards:
 
     def quarantine_running(self) -> int:
         """Bar what every request that holds KV now fills from here on. Returns how many requests."""
+        self.keep_in_force()
         return self._quarantine.add(request.request_id for request in _requests_with_kv(self._scheduler))
 
     def quarantined(self) -> int:
         """Requests in quarantine."""
         return len(self._quarantine)
+
+    def keep_in_force(self) -> None:
+        """Before every step: what others have covered or taken away since is laid on top again."""
+        for layer in self._completions:
+            layer.lay()
+        self._quarantine.keep_in_force()
+
+    def remove(self) -> None:
+        """Take the guard on offload stores out: nobody will reset this engine any more. Who is in quarantine stays in
+        it, and the last one to leave takes its guard along.
+        """
+        for layer in self._completions:
+            layer.lift()
+        self._completions = []
 
 
 def install(scheduler: Scheduler) -> Guards:
@@ -62,7 +80,7 @@ def install(scheduler: Scheduler) -> Guards:
         if not type(connector).__name__.startswith("SimpleCPUOffload") or manager is None:
             continue
         if hasattr(manager, "_process_store_completion"):
-            _guard_store_completion(manager)
+            guards._completions.append(_guard_store_completion(manager))
         else:
             name = type(manager).__name__
             guards.problems["reset.keep"] = f"{name} completes its stores in a way this bridge does not know"
@@ -87,11 +105,12 @@ def connectors(connector: object) -> Iterator[object]:
 # --- an offload store that completes after a keep reset -------------------------------------------------------------
 
 
-def _guard_store_completion(manager: SimpleCPUOffloadScheduler) -> None:
-    complete = manager._process_store_completion
-
+def _guard_store_completion(manager: SimpleCPUOffloadScheduler) -> Layer:
     def complete_what_is_still_cached(
-        gpu_block_ids: list[int], cpu_block_ids: list[int], block_meta: list[Any] | None = None
+        complete: Callable[..., None],
+        gpu_block_ids: list[int],
+        cpu_block_ids: list[int],
+        block_meta: list[Any] | None = None,
     ) -> None:
         gpu, cpu = manager._gpu_block_pool, manager.cpu_block_pool
         # 0.29 notes the hash on the CPU block when the store starts, later versions read it off the GPU block.
@@ -107,7 +126,9 @@ def _guard_store_completion(manager: SimpleCPUOffloadScheduler) -> None:
         gpu.free_blocks([gpu.blocks[block_id] for block_id, gone in zip(gpu_block_ids, lost, strict=True) if gone])
         complete(_kept(gpu_block_ids, lost), _kept(cpu_block_ids, lost), *(_kept(meta, lost) for meta in rest))
 
-    manager._process_store_completion = complete_what_is_still_cached
+    layer = Layer(manager, "_process_store_completion", complete_what_is_still_cached)
+    layer.lay()
+    return layer
 
 
 def _kept(values: list[Any], lost: list[bool]) -> list[Any]:
@@ -125,11 +146,13 @@ class Quarantine:
     as one that has filled no block yet, which vLLM's bookkeeping knows from every short request.
     """
 
-    _WRAPPED = ("cache_blocks", "free", "pop_blocks_for_free")
+    NEEDED = ("cache_blocks", "free", "pop_blocks_for_free")
 
-    def __init__(self, coordinator: KVCacheCoordinator) -> None:
-        """Empty; nothing is wrapped."""
-        self._coordinator = coordinator
+    def __init__(self, scheduler: Scheduler) -> None:
+        """Empty; nothing is laid over anything."""
+        self._scheduler = scheduler
+        self._guarded: KVCacheCoordinator | None = None
+        self._layers: list[Layer] = []
         self._ids: set[str] = set()
 
     def __len__(self) -> int:
@@ -137,41 +160,58 @@ class Quarantine:
         return len(self._ids)
 
     def add(self, request_ids: Iterator[str]) -> int:
-        """Put requests into quarantine; returns how many are in it now."""
-        self._ids.update(request_ids)
-        if self._ids and "cache_blocks" not in vars(self._coordinator):
-            self._wrap()
+        """Put requests into quarantine; returns how many are in it now. RuntimeError when they cannot be barred."""
+        ids = set(request_ids)
+        if ids:
+            self._lay()
+        self._ids |= ids
         return len(self._ids)
 
-    def _wrap(self) -> None:
-        coordinator, ids = self._coordinator, self._ids
-        cache_blocks = coordinator.cache_blocks
+    def keep_in_force(self) -> None:
+        """While anybody is in quarantine: be what is called."""
+        if not self._ids or self._in_force():
+            return
+        # Whoever ended meanwhile was not seen to.
+        self._ids &= self._scheduler.requests.keys()
+        if self._ids:
+            self._lay()
+        else:
+            self._lift()
 
-        def cache_blocks_unless_barred(request: Request, num_computed_tokens: int) -> None:
-            if request.request_id not in ids:
-                cache_blocks(request, num_computed_tokens)
+    def _in_force(self) -> bool:
+        same = self._guarded is self._scheduler.kv_cache_manager.coordinator
+        return same and all(layer.on_top for layer in self._layers)
 
-        def releasing(free: Callable[[str], Any]) -> Callable[[str], Any]:
-            def free_and_release(request_id: str) -> Any:  # noqa: ANN401 - passes on what vLLM returns
-                freed = free(request_id)
-                self._release(request_id)
-                return freed
+    def _lay(self) -> None:
+        # Asked for anew: others may have replaced it.
+        coordinator = self._scheduler.kv_cache_manager.coordinator
+        if coordinator is not self._guarded:
+            self._lift()
+            self._guarded = coordinator
+            self._layers = [
+                Layer(coordinator, "cache_blocks", self._cache_unless_barred),
+                Layer(coordinator, "free", self._free_and_release),
+                Layer(coordinator, "pop_blocks_for_free", self._free_and_release),
+            ]
+        for layer in self._layers:
+            layer.lay()
 
-            return free_and_release
+    def _lift(self) -> None:
+        for layer in self._layers:
+            layer.lift()
 
-        wrapped: dict[str, Callable[..., Any]] = {
-            "cache_blocks": cache_blocks_unless_barred,
-            "free": releasing(coordinator.free),
-            "pop_blocks_for_free": releasing(coordinator.pop_blocks_for_free),
-        }
-        for name in self._WRAPPED:
-            setattr(coordinator, name, wrapped[name])
+    def _cache_unless_barred(
+        self, cache_blocks: Callable[..., Any], request: Request, *args: object, **kwargs: object
+    ) -> None:
+        if request.request_id not in self._ids:
+            cache_blocks(request, *args, **kwargs)
 
-    def _release(self, request_id: str) -> None:
+    def _free_and_release(self, free: Callable[..., Any], request_id: str, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - passes on what vLLM returns
+        freed = free(request_id, *args, **kwargs)
         self._ids.discard(request_id)
-        if not self._ids and "cache_blocks" in vars(self._coordinator):
-            for name in self._WRAPPED:
-                delattr(self._coordinator, name)
+        if not self._ids:
+            self._lift()
+        return freed
 
 
 def _requests_with_kv(scheduler: Scheduler) -> Iterator[Request]:
@@ -187,7 +227,7 @@ def _requests_with_kv(scheduler: Scheduler) -> Iterator[Request]:
 def _quarantine_missing(scheduler: Scheduler) -> str:
     """Why blocks of a kept request could enter a cache by another way; empty when they cannot."""
     coordinator = scheduler.kv_cache_manager.coordinator
-    for name in Quarantine._WRAPPED:
+    for name in Quarantine.NEEDED:
         if not callable(getattr(coordinator, name, None)):
             return f"this vLLM's cache coordinator has no {name}"
     if any(hasattr(group, "publish_blocks") for group in coordinator.single_type_managers):

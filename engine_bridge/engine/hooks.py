@@ -12,6 +12,8 @@ Everything else is overridden on the one instance, and calls the original whatev
   `input_queue`, which is how vLLM itself wakes an idle engine.
 * `step_fn` and the scheduler's `schedule` are counted; `set_pause_state` tells whose pause it is.
 
+Other plugins may hook the same methods: see `in_force` for how ours stay in force and how they are taken out.
+
 An engine in the caller's process is driven by the caller's threads. There a lock is shared by the bridge's thread and
 by every method through which the caller changes the scheduler.
 """
@@ -23,13 +25,14 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from vllm.v1.engine import core as vllm_core
 
 from engine_bridge import attach
 from engine_bridge.engine.core import VllmEngine, rank_of
+from engine_bridge.engine.in_force import Layer
 from engine_bridge.page import Phase
 
 logger = logging.getLogger("kvctl.bridge")
@@ -57,6 +60,9 @@ _LOCKED: Final = (
     "set_weight_version",
 )
 """What a caller in the same process may call and that changes what the bridge reads or changes."""
+
+_NOTICED: Final = frozenset({"sleep", "wake_up", "reset_prefix_cache", "pause_scheduler"})
+"""Of these, what is looked at afterwards: nobody may step the engine before the next one undoes its traces."""
 
 
 def install() -> None:
@@ -99,10 +105,24 @@ def _wrap_init(owner: Any) -> None:
     owner.__init__ = init
 
 
-def _or_break_down(bridge: attach.Bridge, hook: Callable[[], None]) -> attach.Bridge | None:
-    """Hooks that do not fit this vLLM must not keep its engine from starting."""
+def _attach(engine: Any, hook: Callable[[VllmEngine, attach.Bridge], None], **how: Any) -> attach.Bridge | None:
+    """A bridge for this engine, hooked; None when it could not be had. Whatever it is that this vLLM does otherwise
+    must not keep its engine from starting.
+    """
+    ports: list[VllmEngine] = []
+
+    def make_port() -> VllmEngine:
+        ports.append(VllmEngine(engine))
+        return ports[0]
+
+    bridge = attach.attach(make_port, rank=_rank_for_note(engine), **how)
+    if bridge is None:
+        for port in ports:
+            port.remove_guards()
+        return None
     try:
-        hook()
+        setattr(engine, _BRIDGE, bridge)
+        hook(ports[0], bridge)
     except Exception as error:
         logger.exception("kvctl: the engine bridge does not fit this vLLM and is off; the engine serves without it")
         bridge.break_down(error)
@@ -110,45 +130,45 @@ def _or_break_down(bridge: attach.Bridge, hook: Callable[[], None]) -> attach.Br
     return bridge
 
 
+def _rank_for_note(engine: Any) -> int:
+    """The rank under which a failure is noted. Where it cannot be told the port cannot be made either, and says why."""
+    try:
+        return rank_of(engine)
+    except (AttributeError, TypeError, ValueError):
+        return 0
+
+
 # --- an engine with a loop of its own --------------------------------------------------------------------------------
 
 
 def attach_to_process(engine: Any) -> attach.Bridge | None:
     """Attach to an EngineCoreProc whose loop is about to start."""
-    ports: list[VllmEngine] = []
-
-    def make_port() -> VllmEngine:
-        ports.append(VllmEngine(engine))
-        return ports[0]
-
-    bridge = attach.attach(
-        make_port,
-        rank=rank_of(engine),
+    return _attach(
+        engine,
+        lambda port, bridge: _hook_loop(engine, port, bridge),
         wake=lambda: engine.input_queue.put_nowait((WAKE, None)),
         stopping=lambda: not engine.is_running(),
     )
-    if bridge is None:
-        return None
-    setattr(engine, _BRIDGE, bridge)
-    return _or_break_down(bridge, lambda: _hook_loop(engine, ports[0], bridge))
 
 
 def _hook_loop(engine: Any, port: VllmEngine, bridge: attach.Bridge) -> None:
     steps = port.steps
-    process_input_queue, handle_client_request = engine._process_input_queue, engine._handle_client_request
-    step_fn = engine.step_fn
 
-    def at_boundary() -> Any:
+    def at_boundary(process_input_queue: Callable[[], Any]) -> Any:
         bridge.boundary()
         if not engine.has_work():
             bridge.observe(steps, Phase.IDLE if engine.is_running() else Phase.STOPPING)
             bridge.arm()
         return process_input_queue()
 
-    def handle(request_type: Any, request: Any) -> Any:
+    def handle(handle_client_request: Callable[..., Any], request_type: Any, request: Any) -> Any:
         if request_type is not WAKE:
+            utility = request_type == vllm_core.EngineCoreRequestType.UTILITY
+            if utility:
+                # A sleep that had waited for steps may have begun since.
+                bridge.observe(steps, Phase.LOOP)
             result = handle_client_request(request_type, request)
-            if request_type == vllm_core.EngineCoreRequestType.UTILITY:
+            if utility:
                 # Sleeping, waking and resets come this way, to an engine that may then block at once.
                 bridge.observe(steps, Phase.LOOP if engine.has_work() else Phase.IDLE)
             return result
@@ -158,32 +178,48 @@ def _hook_loop(engine: Any, port: VllmEngine, bridge: attach.Bridge) -> None:
             bridge.arm()
         return None
 
-    def step() -> Any:
+    def step(step_fn: Callable[[], Any]) -> Any:
         bridge.step_begins()
         outputs, executed = step_fn()
-        steps.count_outputs(outputs)
+        steps.hand_out(outputs)
         bridge.step_ended(steps)
         return outputs, executed
 
-    _hook_scheduler(engine.scheduler, port)
-    engine._process_input_queue, engine._handle_client_request, engine.step_fn = at_boundary, handle, step
+    layers = [
+        Layer(engine, "_process_input_queue", at_boundary),
+        Layer(engine, "step_fn", step),
+        *_scheduler_layers(engine.scheduler, port),
+    ]
+    handled = Layer(engine, "_handle_client_request", handle)
+    # `handled` stays: a wake-up may still be in the queue, and stock code would call it an error.
+    bridge.on_breakdown = lambda: _get_out(layers, port)
+    for layer in (*layers, handled):
+        layer.lay()
+    bridge.before_boundary = lambda: _keep((layers[1], handled))
+    bridge.before_step = lambda: _keep(layers, port)
 
-    def unhook() -> None:
-        engine._process_input_queue, engine.step_fn = process_input_queue, step_fn
-        # `handle` stays: a wake-up may still be in the queue, and stock code would call it an error.
 
-    bridge.on_breakdown = unhook
+def _scheduler_layers(scheduler: Any, port: VllmEngine) -> list[Layer]:
+    def noticing(set_pause_state: Callable[..., Any], state: Any) -> Any:
+        return port.pause_state_is_set(lambda wanted: set_pause_state(wanted), state)
+
+    return [
+        Layer(scheduler, "schedule", port.steps.count_schedule),
+        Layer(scheduler, "set_pause_state", noticing),
+    ]
 
 
-def _hook_scheduler(scheduler: Any, port: VllmEngine) -> None:
-    set_pause_state = scheduler.set_pause_state
+def _keep(layers: Iterable[Layer], port: VllmEngine | None = None) -> None:
+    for layer in layers:
+        layer.lay()
+    if port is not None:
+        port.keep_guards()
 
-    def noticing(state: Any) -> None:
-        set_pause_state(state)
-        port.note_foreign_pause()
 
-    scheduler.schedule = port.steps.count_schedule(scheduler.schedule)
-    scheduler.set_pause_state = noticing
+def _get_out(layers: list[Layer], port: VllmEngine) -> None:
+    for layer in layers:
+        layer.lift()
+    port.remove_guards()
 
 
 # --- an engine in the caller's process --------------------------------------------------------------------------------
@@ -191,65 +227,65 @@ def _hook_scheduler(scheduler: Any, port: VllmEngine) -> None:
 
 def attach_in_process(engine: Any) -> attach.Bridge | None:
     """Attach to an EngineCore that its caller steps."""
-    ports: list[VllmEngine] = []
     lock = threading.RLock()
     wanted = threading.Event()
 
-    def make_port() -> VllmEngine:
-        ports.append(VllmEngine(engine))
-        return ports[0]
+    def hook_and_start(port: VllmEngine, bridge: attach.Bridge) -> None:
+        _hook_methods(engine, port, bridge, lock, wanted)
+        threading.Thread(
+            target=_serve, args=(bridge, port.steps, lock, wanted), name="kvctl-bridge", daemon=True
+        ).start()
 
-    bridge = attach.attach(make_port, rank=rank_of(engine), wake=wanted.set, stopping=lambda: False)
-    if bridge is None:
-        return None
-    setattr(engine, _BRIDGE, bridge)
-    serve = threading.Thread(
-        target=_serve, args=(bridge, ports[0].steps, lock, wanted), name="kvctl-bridge", daemon=True
-    )
-
-    def hook_and_start() -> None:
-        _hook_methods(engine, ports[0], bridge, lock, wanted)
-        serve.start()
-
-    return _or_break_down(bridge, hook_and_start)
+    return _attach(engine, hook_and_start, wake=wanted.set, stopping=lambda: False)
 
 
 def _hook_methods(engine: Any, port: VllmEngine, bridge: attach.Bridge, lock: Any, wanted: threading.Event) -> None:
     steps = port.steps
-    step_fn, shutdown = engine.step_fn, engine.shutdown
 
-    def step() -> Any:
+    def step(step_fn: Callable[[], Any]) -> Any:
         with lock:
             bridge.boundary()
             bridge.step_begins()
             outputs, executed = step_fn()
-            steps.count_outputs(outputs)
+            steps.hand_out(outputs)
             bridge.step_ended(steps)
             if not engine.scheduler.has_requests() and not engine.batch_queue:
                 bridge.observe(steps, Phase.IDLE)
                 bridge.arm()
             return outputs, executed
 
-    def locked(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with lock:
+    def locked(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return method(*args, **kwargs)
+
+    def locked_and_noticed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            try:
                 return method(*args, **kwargs)
+            finally:
+                bridge.observe(steps, Phase.IDLE)
 
-        return call
-
-    def close_and_shutdown(*args: Any, **kwargs: Any) -> Any:
+    def close_and_shutdown(shutdown: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with lock:
             bridge.close()
         wanted.set()
         return shutdown(*args, **kwargs)
 
-    bridge.on_breakdown = wanted.set
-    _hook_scheduler(engine.scheduler, port)
-    for name in _LOCKED:
-        if hasattr(engine, name):
-            setattr(engine, name, locked(getattr(engine, name)))
-    engine.step_fn, engine.shutdown = step, close_and_shutdown
+    counted = [Layer(engine, "step_fn", step), *_scheduler_layers(engine.scheduler, port)]
+    guarded = [
+        Layer(engine, name, locked_and_noticed if name in _NOTICED else locked)
+        for name in _LOCKED
+        if hasattr(engine, name)
+    ]
+
+    def get_out() -> None:
+        _get_out([*counted, *guarded], port)
+        wanted.set()
+
+    bridge.on_breakdown = get_out
+    for layer in (*counted, *guarded, Layer(engine, "shutdown", close_and_shutdown)):
+        layer.lay()
+    bridge.before_step = lambda: _keep(counted, port)
 
 
 def _serve(bridge: attach.Bridge, steps: Any, lock: Any, wanted: threading.Event) -> None:

@@ -13,6 +13,8 @@ from engine_bridge.engine import pools, versions
 from engine_bridge.page import FLAG_WOKE_WITHOUT_RESET, Counters
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core import EngineCore
@@ -24,11 +26,12 @@ class Steps:
     `__call__` runs after every step, so it touches lengths and attributes only.
     """
 
-    def __init__(self, engine: EngineCore) -> None:
-        """Read from `engine` from now on."""
+    def __init__(self, engine: EngineCore, pause_state: Callable[[], PauseState] | None = None) -> None:
+        """Read from `engine` from now on. `pause_state` tells what others than us know of it."""
         self._engine = engine
         self._scheduler = engine.scheduler
         self._pools = pools.distinct_pools(engine.scheduler)
+        self._pause_state = pause_state or (lambda: engine.scheduler.pause_state)
         self._maps = self._current_maps()
         self._reset_by_others = False
         self._asleep = False
@@ -39,27 +42,33 @@ class Steps:
         self.preemptions = 0
         self.outputs = 0
         self._tokens_before = 0
+        self._scheduled: list[SchedulerOutput] = []
+        self._handed_out: list[dict[int, EngineCoreOutputs]] = []
 
-    def count_schedule(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
-        """The scheduler's own `schedule`, counted."""
+    def count_schedule(self, schedule: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        """The scheduler's own `schedule`; what it says is counted later, where nothing can hurt the engine."""
+        output = schedule(*args, **kwargs)
+        self._scheduled.append(output)
+        return output
 
-        def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passes everything on
-            output = schedule(*args, **kwargs)
+    def hand_out(self, outputs: dict[int, EngineCoreOutputs] | None) -> None:
+        """Outputs of one step, by client; counted later."""
+        if outputs:
+            self._handed_out.append(outputs)
+
+    def _count(self) -> None:
+        for output in self._scheduled:
             self.tokens += output.total_num_scheduled_tokens
             if output.preempted_req_ids:
                 self.preemptions += len(output.preempted_req_ids)
-            return output
-
-        return counted
-
-    def count_outputs(self, outputs: dict[int, EngineCoreOutputs] | None) -> None:
-        """Outputs of one step, by client."""
-        if outputs:
-            for by_client in outputs.values():
-                self.outputs += len(by_client.outputs)
+        self._scheduled.clear()
+        for outputs in self._handed_out:
+            self.outputs += sum(len(by_client.outputs) for by_client in outputs.values())
+        self._handed_out.clear()
 
     def __call__(self, counters: Counters, now_ns: int) -> None:
         """Fill in what this engine counts, at `now_ns`."""
+        self._count()
         scheduler = self._scheduler
         running, waiting = scheduler.get_request_counts()
         counters.running = running
@@ -67,7 +76,7 @@ class Steps:
         counters.deferred = versions.deferred_requests(scheduler)
         holding = getattr(scheduler, "kv_holding_waiting", None)
         counters.holding = len(holding) if holding is not None else 0
-        counters.paused = int(scheduler.pause_state)
+        counters.paused = int(self._pause_state())
         counters.outputs = self.outputs
         counters.preemptions = self.preemptions
         if self.tokens != self._tokens_before:

@@ -113,8 +113,8 @@ def renew(port: EnginePort, request: protocol.Renew, memory: Memory, now_ns: int
 
 
 def resume(port: EnginePort, request: protocol.Resume, context: Context) -> Work[Verdict]:
-    """Schedule again, if the pause is the one named. An empty name ends whatever paused the engine, except a live lease,
-    which takes `force`. Refused while a sleep or an unfinished pause of vLLM's own is in the way.
+    """Schedule again, if the pause is the one named. An empty name ends whatever paused the engine, except a live
+    lease, which takes `force`. Refused while a sleep or an unfinished pause of vLLM's own is in the way.
     """
     yield from ()
     memory = context.memory

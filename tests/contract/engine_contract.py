@@ -445,7 +445,20 @@ class EngineContract:
         assert outcome.state == "done"
         assert scheduling(outcome).lease_remaining_ns > MINUTE_NS // 2
         assert bridge.mutate(lambda n: protocol.Renew(n, new_id(), MINUTE_NS)).state == "refused"
-        self.resume(bridge)
+        self.resume(bridge, lease)
+
+    def test_a_live_lease_is_ended_by_its_name_or_by_force_and_not_in_passing(self, bridge: BridgeClient) -> None:
+        lease = self.pause(bridge)
+        bare = bridge.mutate(lambda n: protocol.Resume(n, new_id(), deadline(5), weight_version="step-8"))
+        assert (bare.state, bare.reason) == ("refused", "WRONG_SCHEDULING_STATE")
+        assert lease in bare.message
+        assert 0 < scheduling(bare).lease_remaining_ns <= MINUTE_NS
+        assert bridge.admission().scheduling == "paused"
+        assert bridge.admission().weight_version != "step-8"
+        forced = bridge.mutate(lambda n: protocol.Resume(n, new_id(), deadline(5), force=True))
+        assert forced.state == "done"
+        assert scheduling(forced).state == "running"
+        assert bridge.mutate(lambda n: protocol.Renew(n, lease, MINUTE_NS)).state == "refused"
 
     def test_an_expired_lease_with_whole_weights_resets_and_resumes_by_itself(
         self, subject: Subject, bridge: BridgeClient
@@ -506,8 +519,8 @@ class EngineContract:
         return request_id
 
     @staticmethod
-    def resume(bridge: BridgeClient) -> protocol.Outcome:
-        outcome = bridge.mutate(lambda n: protocol.Resume(n, new_id(), deadline(5)))
+    def resume(bridge: BridgeClient, lease: str = "") -> protocol.Outcome:
+        outcome = bridge.mutate(lambda n: protocol.Resume(n, new_id(), deadline(5), lease))
         assert outcome.state == "done", outcome
         return outcome
 

@@ -42,7 +42,7 @@ smaller = st.one_of(
 )
 pauses = st.one_of(
     st.builds(protocol.Pause, st.just(0), request_ids, offsets, leases, coin),
-    st.builds(protocol.Resume, st.just(0), request_ids, offsets, st.sampled_from(["", *IDS[:3]]), versions),
+    st.builds(protocol.Resume, st.just(0), request_ids, offsets, st.sampled_from(["", *IDS[:3]]), versions, rarely),
 )
 mutations = resets | smaller | pauses
 questions = st.one_of(

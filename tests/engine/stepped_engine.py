@@ -24,6 +24,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine import core as vllm_core
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
@@ -200,16 +201,16 @@ class SteppedEngine(EngineCoreProc):
         self.has_coordinator = self.publish_dp_lb_stats = self.enable_fault_tolerance = False
         self.last_counts = (0, 0)
         self.process_input_queue_block = True
-        self.paused_by_client = False
-        """Whether vLLM's own client has paused it and nobody has resumed it since."""
+        self.paused_by_client: PauseState | None = None
+        """How vLLM's own client has paused it, if it has and nobody has resumed it since."""
         EngineCore.__init__(self, config, Executor.get_class(config), True)
 
     def pause_scheduler(self, mode: Any = "abort", clear_cache: bool = True) -> Any:
-        self.paused_by_client = True
+        self.paused_by_client = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
         return super().pause_scheduler(mode, clear_cache)
 
     def resume_scheduler(self) -> None:
-        self.paused_by_client = False
+        self.paused_by_client = None
         super().resume_scheduler()
 
 
@@ -245,8 +246,10 @@ class Loop:
         resume = self.bridge._port.resume
 
         def noticed() -> None:
+            assert not self.executor.is_sleeping, "scheduling was resumed underneath a sleep"
+            assert not self.engine._idle_state_callbacks, "scheduling was resumed underneath a sleep that is to come"
             resume()
-            self.engine.paused_by_client = False
+            self.engine.paused_by_client = None
 
         self.bridge._port.resume = noticed
 

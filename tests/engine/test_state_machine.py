@@ -152,7 +152,9 @@ class EngineMachine(RuleBasedStateMachine):
                 ("resume_scheduler",),
                 ("sleep", 0, "keep"),
                 ("sleep", 1, "keep"),
+                ("sleep", 1, "wait"),
                 ("sleep", 2, "abort"),
+                ("release_kv_cache_memory",),
                 ("wake_up", None),
                 ("wake_up", ["scheduling"]),
                 ("set_weight_version", "theirs"),
@@ -377,9 +379,11 @@ class EngineMachine(RuleBasedStateMachine):
         if self.loop.bridge._listener._epoll.poll(0):
             return
         dispatcher = self.loop.bridge._dispatcher
-        active = dispatcher._active
+        active, theirs = dispatcher._active, self.loop.engine.paused_by_client
         if active is None and dispatcher.memory.lease is None and not dispatcher.memory.abandoned:
-            assert self.loop.engine.paused_by_client or not self.loop.engine.is_scheduler_paused(), "paused by nobody"
+            assert theirs is not None or not self.loop.engine.is_scheduler_paused(), "paused by nobody"
+        if active is None and theirs is not None:
+            assert self.loop.scheduler.pause_state == theirs, "a pause of vLLM's own was lost"
         for caller in self.callers:
             for request in caller.open.values():
                 assert active is not None, f"forgotten: {request}"

@@ -17,7 +17,7 @@ capability(name, reason="")          switched off with a reason, on without
 settle(steps)                        so many model steps are in flight, and a preempt must wait for them
 deadlock(on=True)                    admissions are deadlocked (hold_waiting with state="loaded" gives holders)
 pause() / unpause()                  as if vLLM itself had paused
-sleep(on=True)                       the executor sleeps
+sleep(on=True)                       the executor sleeps, or wakes without what its caches name
 stop()                               a clean end
 die(code=9)                          os._exit, nothing cleaned up (processes only)
 state()                              counts and effects
@@ -107,7 +107,7 @@ def _on_engine_thread(loop: FakeLoop, name: str, arguments: dict[str, Any]) -> d
         case "unpause":
             engine.pause_owner = ""
         case "sleep":
-            engine.asleep = bool(arguments.get("on", True))
+            engine.sleep(bool(arguments.get("on", True)))
         case "state":
             return {
                 "running": engine.running_requests(),

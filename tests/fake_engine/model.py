@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine_bridge import protocol
-from engine_bridge.page import Counters
+from engine_bridge.page import FLAG_WOKE_WITHOUT_RESET, Counters
 from engine_bridge.port import Work
 
 RequestState = Literal["running", "waiting", "loading", "loaded"]
@@ -59,6 +59,10 @@ class FakeEngine:
     needs_settling: bool = False
     deadlocked: bool = False
     asleep: bool = False
+    sleep_waits: bool = False
+    """A sleep of vLLM's own waits for steps."""
+    woke: bool = False
+    """Woken up with hashes of memory that is gone."""
     pause_owner: Literal["", "kvctl", "vllm"] = ""
     held: bool = False
     version: str = ""
@@ -125,6 +129,8 @@ class FakeEngine:
         counters.deferred = self._count("loading")
         counters.paused = 2 if self.pause_owner else 0
         counters.sleeping = int(self.asleep)
+        flags = counters.flags & ~FLAG_WOKE_WITHOUT_RESET
+        counters.flags = flags | (FLAG_WOKE_WITHOUT_RESET if self.woke else 0)
         counters.blocks_free = len(self.free)
         counters.blocks_cached = len(self.cached)
         counters.preemptions = self.preemptions
@@ -203,7 +209,7 @@ class FakeEngine:
             oldest_waiting_ns=max((now - r.arrived_ns for r in waiting), default=0),
             paused="all" if self.pause_owner else "",
             sleeping=self.asleep,
-            woke_without_reset=False,
+            woke_without_reset=self.woke,
             scheduling="running",
             weight_version=self.version,
             contiguity=_contiguity(self.free[:contiguity_blocks]) if contiguity_blocks else None,
@@ -242,6 +248,7 @@ class FakeEngine:
     def drop_prefix_cache(self) -> int:
         self._enter("drop_prefix_cache")
         dropped, self.cached = len(self.cached), set()
+        self.woke = False
         self.note_effect("reset", dropped)
         return dropped
 
@@ -338,8 +345,16 @@ class FakeEngine:
     def paused_by_vllm(self) -> bool:
         return self.pause_owner == "vllm"
 
+    def sleep_pending(self) -> bool:
+        return self.sleep_waits
+
     def sleeping(self) -> bool:
         return self.asleep
+
+    def sleep(self, on: bool) -> None:
+        """The executor sleeps, or wakes with an empty KV memory."""
+        self.woke = self.asleep and not on and bool(self.cached)
+        self.asleep = on
 
     def set_weight_version(self, version: str) -> None:
         self.version = version
