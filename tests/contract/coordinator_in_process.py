@@ -29,7 +29,7 @@ class Running:
     stub: fleet_pb2_grpc.FleetAdminStub
     task: asyncio.Task[int]
 
-    async def ended(self, operation_id: str, timeout: float = 15) -> fleet_pb2.FleetOperation:
+    async def ended(self, operation_id: str, timeout: float = 60) -> fleet_pb2.FleetOperation:
         async with asyncio.timeout(timeout):
             request = fleet_pb2.WatchOperationRequest(operation_id=operation_id)
             async for _ in self.stub.WatchOperation(request):
@@ -44,7 +44,7 @@ class Running:
         request = fleet_pb2.StartOperationRequest(operation_id=operation_id, spec=spec)
         return (await self.stub.StartOperation(request)).operation
 
-    async def run(self, spec: fleet_pb2.OperationSpec, timeout: float = 15) -> fleet_pb2.FleetOperation:
+    async def run(self, spec: fleet_pb2.OperationSpec, timeout: float = 60) -> fleet_pb2.FleetOperation:
         return await self.ended((await self.start(spec)).operation_id, timeout)
 
     async def page(self, path: str) -> tuple[int, str]:
@@ -74,7 +74,7 @@ async def coordinator(
     words += ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--ready-file", str(ready), "--grace", "5s"]
     app = Application(config.load([*words, *arguments], {}))
     task = asyncio.create_task(app.run())
-    await until(lambda: task.done() or ready.exists(), 15)
+    await until(lambda: task.done() or ready.exists(), 60)
     if task.done():
         task.result()
         raise AssertionError("the coordinator ended before it served")
@@ -85,18 +85,18 @@ async def coordinator(
     finally:
         await channel.close()
         app._stop.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await task
 
 
-async def until(condition: Callable[[], bool], timeout: float = 5) -> None:
+async def until(condition: Callable[[], bool], timeout: float = 60) -> None:
     """Poll a condition of code that has no event for it; TimeoutError when it never holds."""
     async with asyncio.timeout(timeout):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-def keep_reset(timeout: int = 5, **rollout: object) -> fleet_pb2.OperationSpec:
+def keep_reset(timeout: int = 30, **rollout: object) -> fleet_pb2.OperationSpec:
     spec = fleet_pb2.OperationSpec(targets=fleet_pb2.Targets(all=True), rollout=fleet_pb2.Rollout(**rollout))  # type: ignore[arg-type]
     spec.reset.running_requests = types_pb2.RUNNING_REQUESTS_KEEP
     spec.timeout.seconds = timeout

@@ -35,6 +35,11 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         self.verdict = types_pb2.VERDICT_FLOWING
         self.cancelled: list[str] = []
         self.forget_answers = False
+        """Silence after the effect, once."""
+        self.lose_answers = False
+        """The connection breaks after the effect, once."""
+        self.lose_calls = False
+        """The connection breaks before any effect."""
         self.leases: dict[str, float] = {}
         self.renewals: list[replica_pb2.RenewPauseRequest] = []
         self.identity_calls = 0
@@ -52,6 +57,8 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         self.metadata = [(k, v) for k, v in context.invocation_metadata()]
         if self.before:
             await self.before(kind)
+        if self.lose_calls:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         if request.request_id in self.record:
             return self.record[request.request_id]
         if self.fail_with:
@@ -116,6 +123,9 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         if self.forget_answers:
             self.forget_answers = False
             await asyncio.sleep(3600)
+        if self.lose_answers:
+            self.lose_answers = False
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         return answer
 
     async def ReorderFreeQueue(self, request, context):  # noqa: N802

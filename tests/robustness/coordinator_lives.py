@@ -41,7 +41,7 @@ class Fleet:
             self._own_names[name] = f"own-{name}"
             sidecar = SidecarProcess(work / "engines", work, "--name", f"own-{name}", "--log-level", "warning")
             self._stack.callback(sidecar.end)
-            sidecar.wait_ready()
+            sidecar.wait_ready(60)
             self.targets += ["--targets", f"{name}={sidecar.address}"]
 
     def effects(self, operation_id: str) -> dict[str, int]:
@@ -108,9 +108,10 @@ class Coordinator:
         ready = store.parent / f"ready-{uuid.uuid4().hex[:8]}.json"
         self.started = time.monotonic()
         arguments = ["--store", str(store), "--listen", "127.0.0.1:0", "--metrics", "off", "--ready-file", str(ready)]
+        arguments += ["--audit-log", os.devnull]
         self.pid = zygote.start([*fleet.targets, *arguments], die_at, nth)
         # An unfinished operation may kill it before it is ready; then there is nothing to call.
-        wait_until(lambda: ready.exists() or not _alive(self.pid), 15)
+        wait_until(lambda: ready.exists() or not _alive(self.pid), 60)
         self.address = json.loads(ready.read_text())["listen"][0] if ready.exists() else ""
         self.channel = channels.connect_blocking(addresses.parse(self.address or "127.0.0.1:1"))
         self.stub = fleet_pb2_grpc.FleetAdminStub(self.channel)
@@ -119,21 +120,21 @@ class Coordinator:
         """Start; the answer may be lost to the crash."""
         spec = fleet_pb2.OperationSpec(targets=fleet_pb2.Targets(all=True), rollout=fleet_pb2.Rollout(**rollout))  # type: ignore[arg-type]
         spec.reset.running_requests = types_pb2.RUNNING_REQUESTS_KEEP
-        spec.timeout.seconds = 8
+        spec.timeout.seconds = 60
         request = fleet_pb2.StartOperationRequest(operation_id=operation_id, spec=spec)
         try:
-            self.stub.StartOperation(request, timeout=10)
+            self.stub.StartOperation(request, timeout=60)
         except grpc.RpcError as error:
             if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                 raise
 
-    def ended(self, operation_id: str, timeout: float = 10) -> fleet_pb2.FleetOperation:
+    def ended(self, operation_id: str, timeout: float = 60) -> fleet_pb2.FleetOperation:
         """The operation once it has ended."""
         request = fleet_pb2.FleetAdminGetOperationRequest(operation_id=operation_id)
         found: list[fleet_pb2.FleetOperation] = []
 
         def look() -> bool:
-            found[:] = [self.stub.GetOperation(request, timeout=5).operation]
+            found[:] = [self.stub.GetOperation(request, timeout=30).operation]
             return found[0].state in ENDED
 
         wait_until(look, timeout, lambda: found)

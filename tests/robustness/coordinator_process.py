@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvctl.v1 import fleet_pb2, fleet_pb2_grpc
@@ -17,7 +18,8 @@ WORDS = [sys.executable, "-m", "sidecar.coordinator.main"]
 
 
 class CoordinatorProcess:
-    def __init__(self, folder: Path, targets: list[str], *arguments: str, **popen: object) -> None:
+    def __init__(self, folder: Path, targets: list[str], *arguments: str, under: Sequence[str] = ()) -> None:
+        """`under`: words of a program that runs it."""
         self.ready = folder / f"ready-{uuid.uuid4().hex[:8]}.json"
         self.log_file = folder / "coordinator.log"
         words = [word for target in targets for word in ("--targets", target)]
@@ -26,15 +28,11 @@ class CoordinatorProcess:
             words += ["--listen", "127.0.0.1:0"]
         with self.log_file.open("a") as log:
             self.process = subprocess.Popen(
-                [*WORDS, *words, *arguments],
-                env=environment(),
-                stderr=log,
-                stdout=log,
-                **popen,  # type: ignore[call-overload]
+                [*under, *WORDS, *words, *arguments], env=environment(), stderr=log, stdout=log
             )
 
     def serve(self) -> fleet_pb2_grpc.FleetAdminStub:
-        wait_until(lambda: self.ready.exists() or self.process.poll() is not None, 15, self.log)
+        wait_until(lambda: self.ready.exists() or self.process.poll() is not None, 60, self.log)
         assert self.ready.exists(), self.log()
         self.address = json.loads(self.ready.read_text())["listen"][0]
         self.channel = channels.connect_blocking(addresses.parse(self.address))
@@ -46,9 +44,9 @@ class CoordinatorProcess:
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(30)
 
 
 def get(stub: fleet_pb2_grpc.FleetAdminStub, operation_id: str) -> fleet_pb2.FleetOperation:
     request = fleet_pb2.FleetAdminGetOperationRequest(operation_id=operation_id)
-    return stub.GetOperation(request, timeout=5).operation
+    return stub.GetOperation(request, timeout=30).operation
