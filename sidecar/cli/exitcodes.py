@@ -2,7 +2,7 @@
 
     0  every replica did all that was asked
     1  no replica did
-    2  the command was wrong; nothing was called
+    2  the command was wrong, also by a request id that belongs to another operation; nothing was done
     3  some replicas did, or the set of replicas may be incomplete
     4  no replica could be reached, or every one denied the call
     5  the deadline passed, or what happened is unknown or could not be shown
@@ -50,6 +50,8 @@ def of_operation(operation: fleet_pb2.FleetOperation) -> Exit:
     if any(row.outcome == fleet_pb2.TARGET_OUTCOME_UNKNOWN or row.code in DEADLINE_CODES for row in rows):
         return Exit.UNKNOWN
     called = [row for row in rows if row.outcome not in _NOT_CALLED]
+    if called and all(row.reason == _REUSED for row in called):
+        return Exit.USAGE
     if called and all(row.outcome == fleet_pb2.TARGET_OUTCOME_UNREACHABLE for row in called):
         return Exit.UNREACHABLE
     return Exit.FAILED
@@ -74,11 +76,11 @@ def of_admission(fleet: fleet_pb2.FleetAdmissionResponse) -> Exit:
     return Exit.FAILED if fleet.stalled and code == Exit.SUCCEEDED else code
 
 
-def of_code(code: str) -> Exit:
+def of_code(code: str, reason: str = "") -> Exit:
     """The exit code for one call that failed as a whole, such as one to the coordinator."""
     if code == "OK":
         return Exit.SUCCEEDED
-    if code == "INVALID_ARGUMENT":
+    if code == "INVALID_ARGUMENT" or reason == _REUSED:
         return Exit.USAGE
     if code in UNREACHABLE_CODES:
         return Exit.UNREACHABLE
@@ -87,4 +89,5 @@ def of_code(code: str) -> Exit:
     return Exit.FAILED
 
 
+_REUSED = "REQUEST_ID_REUSED"
 _NOT_CALLED = frozenset({fleet_pb2.TARGET_OUTCOME_SKIPPED, fleet_pb2.TARGET_OUTCOME_CANCELLED})

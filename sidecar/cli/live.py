@@ -57,6 +57,8 @@ async def _lines(reach: Reach, targets: fleet_pb2.Targets, interval_s: float, *,
         output.show(lambda console, shown=shown: console.print(shown))  # type: ignore[misc]
         if once:
             return exitcodes.of_admission(fleet)
+        if output.reader_left():
+            return 0
         await asyncio.sleep(interval_s)
 
 

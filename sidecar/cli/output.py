@@ -19,6 +19,13 @@ from rich.console import Console
 from sidecar.cli.failures import unwritten
 from sidecar.cli.printers import encoding, style
 
+_left = False
+
+
+def reader_left() -> bool:
+    """Whether nobody reads stdout any more: what prints for ever may end."""
+    return _left
+
 
 def write(text: str) -> None:
     """Text to stdout as it is."""
@@ -63,6 +70,8 @@ def _failing_plainly() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
+        global _left
+        _left = True
         _let_go()
     except OSError as error:
         _let_go()

@@ -103,7 +103,7 @@ def told_plainly() -> Iterator[None]:
     except DiscoveryError as error:
         raise Refusal(str(error), Exit.UNREACHABLE if "DNS" in str(error) else Exit.USAGE) from error
     except CoordinatorError as error:
-        raise Refusal(str(error), exitcodes.of_code(error.failure.code)) from error
+        raise Refusal(str(error), exitcodes.of_code(error.failure.code, error.failure.reason)) from error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise Refusal(f"{where}{error.strerror or error}", Exit.UNREACHABLE) from error

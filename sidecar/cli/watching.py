@@ -52,6 +52,8 @@ def watch(settings: Settings, targets: fleet_pb2.Targets, interval_s: float, for
         try:
             async for sample in reach.watch(targets, interval_s):
                 _print(sample, form)
+                if output.reader_left():
+                    break
         except asyncio.CancelledError:
             if not stopped or task is None:
                 raise

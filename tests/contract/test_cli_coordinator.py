@@ -95,7 +95,8 @@ async def test_operations_are_listed_paused_resumed_and_cancelled(tmp_path: Path
         await asyncio.wait_for(under_way.wait(), 30)
         _, listed, _ = await kvctl(tmp_path, "ops", "list", "-o", "name", *there)
         [operation_id] = listed.split()
-        assert (await kvctl(tmp_path, "ops", "pause", operation_id, *there))[0] == 0
+        code, held, _ = await kvctl(tmp_path, "ops", "pause", operation_id, *there)
+        assert (code, f"operation {operation_id} (paused)" in held) == (0, True)
         let_go.set()
         await until(lambda: bool(first.effects), 15)
         assert (await kvctl(tmp_path, "ops", "resume", operation_id, *there))[0] == 0
@@ -117,6 +118,18 @@ async def test_reads_go_through_the_coordinator_too(tmp_path: Path) -> None:
         code, _, problems = await kvctl(tmp_path, "reset", "--replicas", "r9", *there)
     assert code == 2
     assert "no replica matches 'r9'; known: r0" in problems
+
+
+async def test_a_request_id_that_belongs_to_another_operation_is_a_wrong_command(tmp_path: Path) -> None:
+    same = ("--request-id", "11111111-2222-3333-4444-555555555555")
+    fake = FakeSidecar("r0")
+    async with serving(fake) as addresses, coordinator(tmp_path, addresses) as running:
+        there = ("--coordinator", running.address)
+        assert (await kvctl(tmp_path, "reset", "--mode", "keep", *same, *there))[0] == 0
+        code, _, problems = await kvctl(tmp_path, "reset", "--mode", "preempt", *same, *there)
+    assert code == 2
+    assert same[1] in problems
+    assert len(fake.effects) == 1
 
 
 async def test_a_sidecar_given_as_coordinator_is_told_apart(tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import grpc
 import pytest
 from fake_sidecar_server import FakeSidecar
 from kvctl.v1 import types_pb2
 from test_cli_commands import KVCTL, environment, fleet, kvctl
+
+from sidecar.rpc.errors import failure
 
 
 def shell(tmp_path: Path, arguments: str, redirection: str) -> subprocess.CompletedProcess[str]:
@@ -59,6 +62,51 @@ def test_an_empty_request_id_is_refused(tmp_path: Path) -> None:
 
 def test_one_look_at_a_fleet_that_is_gone_exits_4(tmp_path: Path) -> None:
     assert kvctl(tmp_path, "top", "--once", "--target", "127.0.0.1:1").returncode == 4
+
+
+def test_three_hundred_refusals_with_foreign_texts_are_three_hundred_rows_and_exit_1(tmp_path: Path) -> None:
+    text = "ブロックが解放されていません。" * 5
+    fakes = [FakeSidecar(f"r{number:03}") for number in range(300)]
+    for fake in fakes:
+        fake.fail_with = [failure(grpc.StatusCode.FAILED_PRECONDITION, "BLOCKS_HELD_BY_REQUESTS", text)]
+    with fleet(tmp_path, *fakes) as inventory:
+        done = kvctl(tmp_path, "reset", "--inventory", str(inventory), "--timeout", "2m")
+    rows = [line.split()[:3] for line in done.stdout.splitlines() if " failed " in line and line.startswith("r")]
+    assert rows == [[fake.name, "failed", "FAILED_PRECONDITION"] for fake in fakes]
+    assert "".join(done.stdout.split()).count(text) == 1
+    assert "300 replicas: 300 failed" in done.stdout
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    "surroundings", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"NO_COLOR": "1", "TERM": "xterm-256color"}]
+)
+def test_lines_of_top_are_plain_wherever_they_go(tmp_path: Path, surroundings: dict[str, str]) -> None:
+    with fleet(tmp_path, FakeSidecar("r0")) as inventory:
+        done = kvctl(tmp_path, "top", "--once", "--inventory", str(inventory), **surroundings)
+    assert done.stdout.isascii()
+    assert "\x1b" not in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("command", ["top --interval 200ms", "admission --watch --interval 200ms"])
+def test_a_reader_that_goes_away_ends_what_prints_for_ever(tmp_path: Path, command: str) -> None:
+    with fleet(tmp_path, FakeSidecar("r0")) as inventory:
+        process = subprocess.Popen(
+            [*KVCTL, *command.split(), "--inventory", str(inventory)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path),
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            assert process.stdout.readline()
+            process.stdout.close()
+            assert process.stderr.read() == b""
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
+            process.wait()
+            process.stderr.close()
 
 
 def test_doctor_finds_a_stopped_engine(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ SUCCEEDED = (fleet_pb2.TARGET_OUTCOME_SUCCEEDED, "OK", "")
 FAILED = (fleet_pb2.TARGET_OUTCOME_FAILED, "FAILED_PRECONDITION", "BLOCKS_HELD_BY_REQUESTS")
 LATE = (fleet_pb2.TARGET_OUTCOME_FAILED, "DEADLINE_EXCEEDED", "NOT_EXECUTED")
 DEAD_ENGINE = (fleet_pb2.TARGET_OUTCOME_FAILED, "UNAVAILABLE", "ENGINE_DEAD")
+REUSED = (fleet_pb2.TARGET_OUTCOME_FAILED, "ABORTED", "REQUEST_ID_REUSED")
 UNREACHABLE = (fleet_pb2.TARGET_OUTCOME_UNREACHABLE, "UNAVAILABLE", "REPLICA_UNREACHABLE")
 DENIED = (fleet_pb2.TARGET_OUTCOME_UNREACHABLE, "PERMISSION_DENIED", "ROLE_TOO_SMALL")
 UNKNOWN = (fleet_pb2.TARGET_OUTCOME_UNKNOWN, "DEADLINE_EXCEEDED", "OUTCOME_UNKNOWN")
@@ -48,6 +49,9 @@ def operation(rows: list[Row], *, incomplete: bool = False) -> fleet_pb2.FleetOp
         ([LATE, LATE], Exit.UNKNOWN),
         ([DEAD_ENGINE], Exit.FAILED),
         ([CANCELLED], Exit.FAILED),
+        ([REUSED, REUSED], Exit.USAGE),
+        ([REUSED, FAILED], Exit.FAILED),
+        ([REUSED, SUCCEEDED], Exit.PARTIAL),
         ([SUCCEEDED, CANCELLED], Exit.PARTIAL),
         ([], Exit.FAILED),
     ],
@@ -87,6 +91,11 @@ def test_an_operation_that_still_runs_is_unknown() -> None:
 )
 def test_the_exit_code_of_a_read(codes: list[str], incomplete: bool, expected: Exit) -> None:
     assert of_reads(codes, incomplete=incomplete) is expected
+
+
+def test_a_request_id_of_another_operation_is_a_wrong_command() -> None:
+    assert of_code("ABORTED", "REQUEST_ID_REUSED") is Exit.USAGE
+    assert of_code("ABORTED", "OPERATION_IN_PROGRESS") is Exit.FAILED
 
 
 @pytest.mark.parametrize(
