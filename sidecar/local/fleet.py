@@ -6,7 +6,6 @@ process, see `keeper`; what a boot needs of it is `Booting`, which the demo shar
 
 from __future__ import annotations
 
-import http.client
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ import click
 import msgspec
 
 from sidecar.local import programs
+from sidecar.local.health import engine_state, sidecar_lost
 from sidecar.local.keeper import Event, Plan
 from sidecar.local.layout import (
     INVENTORY,
@@ -36,26 +36,35 @@ from sidecar.local.layout import (
     state_directory,
     take_lock,
 )
-from sidecar.local.processes import ProcessRef, alive, end, members, send
+from sidecar.local.processes import ProcessRef, alive, end, send
 from sidecar.local.programs import Settings
 from sidecar.local.progress import boot_progress
+from sidecar.local.repair import repaired
 
 _KEEPER_SECONDS: Final = 40.0
 """Time for a keeper to end its fleet, well over what it gives vLLM before SIGKILL."""
 
-_ENGINE_SECONDS: Final = 10.0
 
+def up(settings: Settings, asked_replicas: int | None = None) -> int:
+    """`kvctl local up`: boot a fleet and leave it running, or start again what is gone of the one that is up.
 
-def up(settings: Settings) -> int:
-    """`kvctl local up`: boot a fleet and leave it running."""
+    `asked_replicas`: how many were asked for, None when the number was left open.
+    """
+    state = state_directory()
+    standing: Fleet | None = None
     try:
-        with booted(settings) as booting:
-            booting.stay()
-            fleet = booting.fleet
+        standing = _standing(state)
+        if standing is not None:
+            fleet = repaired(standing, state, asked_replicas, settings.boot_seconds)
+        else:
+            with booted(settings) as booting:
+                booting.stay()
+                fleet = booting.fleet
     except LocalError as error:
         return _complain(error)
     except KeyboardInterrupt:
-        click.echo("kvctl: interrupted; nothing is left running", err=True)
+        left = "the fleet goes on; see `kvctl local status`" if standing else "nothing is left running"
+        click.echo(f"kvctl: interrupted; {left}", err=True)
         return 130
     _show(_rows(fleet))
     click.echo(
@@ -64,6 +73,12 @@ def up(settings: Settings) -> int:
         err=True,
     )
     return 0
+
+
+def _standing(state: Path) -> Fleet | None:
+    """The fleet that is up; None when there is none, or when its keeper is gone: then it is cleared away."""
+    fleet = read_record(state)
+    return fleet if fleet is not None and alive(fleet.keeper) else None
 
 
 def down() -> int:
@@ -104,6 +119,8 @@ def status() -> int:
         click.echo("the fleet is still booting", err=True)
     if not alive(fleet.keeper):
         click.echo("the fleet's keeper is gone; `kvctl local down` cleans up", err=True)
+    if any(row.engine.startswith(("dead", "unhealthy")) or row.sidecar == "dead" for row in rows):
+        click.echo("`kvctl local up` starts again what is gone", err=True)
     well = [row.engine == "serving" and row.sidecar == "running" for row in rows]
     if all(well):
         return 0
@@ -244,27 +261,10 @@ class _Row:
 
 def _rows(fleet: Fleet) -> list[_Row]:
     directory = Path(fleet.directory)
-    return [_Row(replica, _engine_state(replica, directory), _sidecar_state(replica)) for replica in fleet.replicas]
-
-
-def _engine_state(replica: Replica, directory: Path) -> str:
-    if replica.engine is None or not alive(replica.engine):
-        left = len(members([replica.engine], directory)) if replica.engine else 0
-        return f"dead, {left} processes left" if left else "dead"
-    host, port = replica.api.rsplit(":", 1)
-    connection = http.client.HTTPConnection(host, int(port), timeout=_ENGINE_SECONDS)
-    try:
-        connection.request("GET", "/health")
-        code = connection.getresponse().status
-    except (OSError, http.client.HTTPException):
-        return "not answering"
-    finally:
-        connection.close()
-    return "serving" if code == 200 else f"unhealthy (HTTP {code})"
-
-
-def _sidecar_state(replica: Replica) -> str:
-    return "running" if replica.sidecar_process and alive(replica.sidecar_process) else "dead"
+    return [
+        _Row(replica, engine_state(replica, directory), "dead" if sidecar_lost(replica) else "running")
+        for replica in fleet.replicas
+    ]
 
 
 def _show(rows: list[_Row]) -> None:

@@ -6,13 +6,12 @@ command is gone, however it went, and the keeper ends everything. The keeper is 
 orphans come to it; and what it starts is signalled by the kernel should the keeper itself be killed.
 
 On its standard input: one line with the plan (JSON), then perhaps "stay". On its standard output: events, one JSON
-object a line. SIGTERM ends the fleet.
+object a line. SIGTERM ends the fleet; the signal of `repair` has it start again what is gone of it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import http.client
 import os
 import select
 import shutil
@@ -28,7 +27,8 @@ from typing import Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from sidecar.local import programs
+from sidecar.local import boot_log, programs
+from sidecar.local.health import engine_lost, serves, sidecar_lost
 from sidecar.local.layout import (
     Fleet,
     LocalError,
@@ -40,20 +40,13 @@ from sidecar.local.layout import (
 )
 from sidecar.local.processes import ProcessRef, end, reference, stat_of
 from sidecar.local.programs import Program, Settings
+from sidecar.local.repair import ASKED
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _POLL_SECONDS: Final = 0.2
 _GRACE_SECONDS: Final = 15.0
 """Time for vLLM to end its own children."""
-
-_STAGES: Final = (
-    ("Initializing a V1 LLM engine", "starting the engine"),
-    ("Loading weights took", "filling in the weights"),
-    ("KV cache size", "allocating the KV cache"),
-    ("Starting vLLM server", "opening the API"),
-)
-"""Lines of vLLM's log that tell how far it is, in their order, and what they mean to a person."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -85,6 +78,7 @@ class Keeper:
         self._tell = tell
         self._stages: dict[str, str] = {}
         self._staying = False
+        self._repair_asked = False
         self._wakes = _waking_pipe()
         self.run: Path | None = None
         self.replicas: list[Replica] = []
@@ -97,10 +91,8 @@ class Keeper:
             programs.engine_directory(self.run, replica).mkdir(mode=0o700)
             for log in (replica.engine_log, replica.sidecar_log):
                 Path(log).unlink(missing_ok=True)
-            replica = replace(replica, engine=self._start(programs.engine(replica, self.run, self._settings)))
-            self.replicas[index] = replica
-            replica = replace(replica, sidecar_process=self._start(programs.sidecar(replica, self.run)))
-            self.replicas[index] = replica
+            self._start_engine(index, self.run)
+            self._start_sidecar(index, self.run)
             self._record(booted=False)
         self._await_ready()
         write_inventory(self._state, self.replicas)
@@ -108,6 +100,32 @@ class Keeper:
         self._tell(Event("booted"))
         while True:
             self._wait(60.0)
+            if self._repair_asked:
+                self._repair_asked = False
+                self._repair(self.run)
+
+    def _repair(self, run: Path) -> None:
+        """Start again what is gone, where it was. What comes of it is seen by whoever asked."""
+        for index, replica in enumerate(self.replicas):
+            if engine_lost(replica, run):
+                if replica.engine is not None:
+                    end([replica.engine], run, _GRACE_SECONDS)
+                boot_log.begin_anew(Path(replica.engine_log))
+                self._start_engine(index, run)
+                self._record(booted=True)
+            if sidecar_lost(replica):
+                boot_log.begin_anew(Path(replica.sidecar_log))
+                self._start_sidecar(index, run)
+                self._record(booted=True)
+
+    def _start_engine(self, index: int, run: Path) -> None:
+        replica = self.replicas[index]
+        process = self._start(programs.engine(replica, run, self._settings))
+        self.replicas[index] = replace(replica, engine=process)
+
+    def _start_sidecar(self, index: int, run: Path) -> None:
+        replica = self.replicas[index]
+        self.replicas[index] = replace(replica, sidecar_process=self._start(programs.sidecar(replica, run)))
 
     def end(self) -> list[ProcessRef]:
         """End every process of the fleet and remove what it left; returns what would not die."""
@@ -148,7 +166,7 @@ class Keeper:
             for replica in list(waiting.values()):
                 self._check_alive(replica)
                 self._tell_stage(replica)
-                if _answers(replica.api, "/health") and _answers(replica.metrics, "/readyz"):
+                if serves(replica):
                     del waiting[replica.name]
                     self._tell(Event("ready", replica.name))
             if waiting and time.monotonic() > deadline:
@@ -165,15 +183,11 @@ class Keeper:
         ):
             found = stat_of(process.pid) if process else None
             if found is None or found.state in "ZX":
-                said = _last_error(Path(log))
+                said = boot_log.last_error(Path(log))
                 raise LocalError(f"{replica.name}: its {what} ended while booting: {said} (log: {log})", exit_code=1)
 
     def _tell_stage(self, replica: Replica) -> None:
-        text = _read(Path(replica.engine_log))
-        reached = [meaning for mark, meaning in _STAGES if mark in text]
-        stage = reached[-1] if reached else "importing vLLM, the longest part"
-        if "Application startup complete" in text:
-            stage = "waiting for the sidecar to find the engine"
+        stage = boot_log.stage_of(Path(replica.engine_log))
         if self._stages.get(replica.name) != stage:
             self._stages[replica.name] = stage
             self._tell(Event("stage", replica.name, stage))
@@ -182,8 +196,10 @@ class Keeper:
         """Pass the time, collecting dead children; _Stop on SIGTERM, or when the command went without a "stay"."""
         watched = [self._wakes] if self._staying else [self._wakes, 0]
         readable, _, _ = select.select(watched, [], [], seconds)
-        if self._wakes in readable and signal.SIGTERM in os.read(self._wakes, 512):
+        numbers = os.read(self._wakes, 512) if self._wakes in readable else b""
+        if signal.SIGTERM in numbers:
             raise _Stop
+        self._repair_asked |= ASKED in numbers
         _reap()
         if 0 not in readable:
             return
@@ -193,13 +209,13 @@ class Keeper:
 
 
 def _waking_pipe() -> int:
-    """A descriptor that gives the number of each SIGTERM and SIGCHLD.
+    """A descriptor that gives the number of each SIGTERM, SIGCHLD and request for a repair.
 
     The handlers themselves do nothing: one that raised could do so between a fork and the note of its pid.
     """
     readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
+    for number in (signal.SIGTERM, signal.SIGCHLD, ASKED):
         signal.signal(number, lambda number, frame: None)
     return readable
 
@@ -223,32 +239,6 @@ def _reap() -> None:
             pass
     except ChildProcessError:
         return
-
-
-def _answers(address: str, path: str) -> bool:
-    host, port = address.rsplit(":", 1)
-    connection = http.client.HTTPConnection(host, int(port), timeout=1)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
-def _read(log: Path) -> str:
-    try:
-        return log.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-
-
-def _last_error(log: Path) -> str:
-    """The line of a log that most likely says why its program ended."""
-    lines = [line.strip() for line in _read(log).splitlines() if line.strip()]
-    telling = [line for line in lines if "Error" in line or "error:" in line]
-    return (telling or lines or ["it wrote nothing"])[-1][:300]
 
 
 def _tell(event: Event) -> None:

@@ -41,7 +41,7 @@ def engine_cores(fleet: Fleet, replica: int) -> list[int]:
     return found
 
 
-def test_with_one_engine_killed_the_other_replica_is_reset_and_the_dead_one_said_to_be(scratch):
+def test_with_one_engine_killed_the_other_replica_is_reset_and_up_starts_only_the_dead_one_again(scratch):
     booted = scratch.run("local", "up", "--replicas", "2", timeout=BOOT_SECONDS)
     assert booted.code == 0, booted.err
     fleet = scratch.fleet
@@ -59,7 +59,24 @@ def test_with_one_engine_killed_the_other_replica_is_reset_and_the_dead_one_said
         assert rows["r1"]["reason"] == "ENGINE_DEAD"
         answered = float(rows["r1"]["took"].removesuffix("s"))
         assert answered < 2, f"the dead engine's row took {answered} s of {took} s"
-        assert scratch.run("local", "status").code == 3
+        status = scratch.run("local", "status")
+        assert status.code == 3
+        assert "`kvctl local up` starts again what is gone" in status.err
+        sidecar = fleet.replicas[0].sidecar_process
+        assert sidecar is not None
+        os.kill(sidecar.pid, signal.SIGKILL)
+        wait_for("the sidecar to be gone", lambda: not alive(sidecar))
+        again = scratch.run("local", "up", timeout=BOOT_SECONDS)
+        assert again.code == 0, again.err
+        assert "r0: its sidecar is gone" in again.err
+        assert "r1: its engine is gone" in again.err
+        r0, r1 = scratch.fleet.replicas
+        assert (r0.engine, r1.sidecar_process) == (fleet.replicas[0].engine, fleet.replicas[1].sidecar_process)
+        assert [r0.sidecar, r1.api] == [fleet.replicas[0].sidecar, fleet.replicas[1].api]
+        assert Path(f"{r1.engine_log}.1").exists()
+        healthy = scratch.run("reset", "--mode", "keep", "--replicas", "all", "-o", "name")
+        assert (healthy.code, healthy.out) == (0, "r0\nr1\n"), healthy.err
+        assert scratch.run("local", "up").code == 2
     finally:
         ended = scratch.run("local", "down")
     assert ended.code == 0, ended.err
