@@ -11,8 +11,10 @@ order for as long as the pool lives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from vllm.distributed.kv_events import AllBlocksCleared
@@ -25,14 +27,21 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.scheduler import Scheduler
 
-SLICE_BLOCKS = 1024
-"""Blocks looked at between two yields: well under a millisecond on a slow core."""
+SLICE_BLOCKS = 256
+"""Blocks looked at between two yields: about a tenth of a millisecond on a slow core with cold caches. The dispatcher
+looks at its clock at each yield, so this is how far a stretch can overshoot."""
 
-MAP_WALK_RATIO = 16
-"""The lookup map is followed instead of walking all blocks while it holds fewer than 1/16 as many entries. Map order
-is random in memory, so from about an eighth on the plain walk wins (tests/bench/bench_pauses.py)."""
+MAP_WALK_RATIO = 6
+"""The lookup map is followed instead of walking all blocks while it holds fewer than 1/6 as many entries. Map order
+is random in memory, so from about a quarter on the plain walk wins (tests/bench/bench_pauses.py)."""
+
+HEAD_NS = 1_000_000
+"""Processor time for looking at the head of the queue in one piece, nanoseconds: what a step boundary can afford."""
 
 _VERIFY_BLOCKS = 128
+
+Attic = list[dict[object, object]]
+"""Lookup maps that are out of use and still take up memory."""
 
 
 def distinct_pools(scheduler: Scheduler) -> list[BlockPool]:
@@ -67,22 +76,23 @@ def cached_blocks(pools: Iterable[BlockPool]) -> int:
 # --- forgetting -----------------------------------------------------------------------------------------------------
 
 
-def drop_prefix_cache(scheduler: Scheduler) -> int:
+def drop_prefix_cache(scheduler: Scheduler, attic: Attic | None = None) -> int:
     """Forget every cached prefix, whatever is held: what `KVCacheManager.reset_prefix_cache` does when it does not
     refuse. Returns blocks that carried a hash.
     """
-    dropped = sum(drop_hashes(pool) for pool in distinct_pools(scheduler))
+    dropped = sum(drop_hashes(pool, attic) for pool in distinct_pools(scheduler))
     stats = scheduler.kv_cache_manager.prefix_cache_stats
     if stats is not None:
         stats.reset = True
     return dropped
 
 
-def drop_hashes(pool: BlockPool) -> int:
+def drop_hashes(pool: BlockPool, attic: Attic | None = None) -> int:
     """The body of `BlockPool.reset_prefix_cache` without its refusal. Returns blocks that carried a hash.
 
     Reference counts, the free queue and KV memory stay as they are: a held block without a hash is a state vLLM makes
-    itself (`BlockPool.evict_blocks`).
+    itself (`BlockPool.evict_blocks`). The old lookup map goes to the `attic`, for `give_back`: taking down a map of a
+    million entries costs about as much as all the rest. Without one it is taken down here and now, as vLLM does.
     """
     lookup = pool.cached_block_hash_to_block
     pool.cached_block_hash_to_block = type(lookup)()
@@ -90,7 +100,10 @@ def drop_hashes(pool: BlockPool) -> int:
     watchers = getattr(pool, "_reuse_watchers", None)
     if watchers:
         pool._notify_reuse([pool.blocks[block_id] for block_id in list(watchers)])
-    dropped = _reset_hashes(pool, lookup)
+    entries = getattr(lookup, "_cache", None)
+    dropped = _reset_hashes(pool, entries)
+    if attic is not None and isinstance(entries, dict):
+        attic.append(entries)
     if pool.metrics_collector:
         pool.metrics_collector.reset()
     if pool.enable_kv_cache_events:
@@ -98,30 +111,48 @@ def drop_hashes(pool: BlockPool) -> int:
     return dropped
 
 
-def _reset_hashes(pool: BlockPool, lookup: object) -> int:
-    """Reset every hash, by way of the old lookup map where that is much less work.
+def give_back(attic: Attic) -> Work[None]:
+    """Take down the maps that resets left in the attic, in slices."""
+    while attic:
+        entries = attic[-1]
+        while entries:
+            for _ in range(min(SLICE_BLOCKS, len(entries))):
+                entries.popitem()
+            yield None
+        attic.remove(entries)
+
+
+def _reset_hashes(pool: BlockPool, entries: object) -> int:
+    """Reset every hash, by way of the old lookup map where that is less work. Returns blocks that had one.
 
     Complete because vLLM gives a block its hash only together with an entry in the map, and takes both away together
     (`_insert_block_hash`, `_remove_cached_block_hashes`). That is an invariant of code that is not ours, so a sample
     of blocks is looked at afterwards, and one that still carries a hash brings back the full walk.
     """
-    entries = getattr(lookup, "_cache", None)
     if not isinstance(entries, dict) or len(entries) * MAP_WALK_RATIO > pool.num_gpu_blocks:
         return _reset_each(pool.blocks)
-    dropped = _reset_each(list(_mapped_blocks(entries)))
+    dropped = _reset_mapped(entries)
     stride = max(1, pool.num_gpu_blocks // _VERIFY_BLOCKS)
     if any(block._block_hash is not None for block in pool.blocks[::stride]):
         dropped += _reset_each(pool.blocks)
     return dropped
 
 
-def _mapped_blocks(entries: dict[object, KVCacheBlock | dict[int, KVCacheBlock]]) -> Iterator[KVCacheBlock]:
-    """Blocks of a lookup map; one with several hashes comes several times."""
+def _reset_mapped(entries: dict[object, KVCacheBlock | dict[int, KVCacheBlock]]) -> int:
+    """Reset the blocks of a lookup map; one with several hashes comes several times."""
+    if _reset_each is not _reset_in_place:
+        several = [found.values() if isinstance(found, dict) else (found,) for found in entries.values()]
+        return _reset_each(list(chain.from_iterable(several)))
+    dropped = 0
+    under_one_hash: list[KVCacheBlock] = []
     for found in entries.values():
         if isinstance(found, dict):
-            yield from found.values()
-        else:
-            yield found
+            under_one_hash += found.values()
+        elif found._block_hash is not None:
+            found._block_hash = None
+            found._block_hash_num_tokens = None
+            dropped += 1
+    return dropped + _reset_in_place(under_one_hash)
 
 
 def _reset_by_call(blocks: list[KVCacheBlock]) -> int:
@@ -210,13 +241,20 @@ def contiguity(pools: Iterable[BlockPool]) -> Work[Contiguity]:
 
 
 def head_contiguity(pools: Iterable[BlockPool], blocks: int) -> Contiguity:
-    """Look at no more than the first `blocks` free blocks of each pool."""
+    """Look at no more than the first `blocks` free blocks of each pool, and for no longer than HEAD_NS in all."""
     count = _Count()
+    until = time.thread_time_ns() + HEAD_NS
     for pool in pools:
         count.restart()
-        head = _following(pool.free_block_queue.fake_free_list_head, blocks)
-        count.add(head)
-        count.sampled |= len(head) < pool.get_num_free_blocks()
+        cursor, left = pool.free_block_queue.fake_free_list_head, min(blocks, pool.get_num_free_blocks())
+        count.sampled |= left < pool.get_num_free_blocks()
+        while left > 0 and (piece := _following(cursor, min(left, SLICE_BLOCKS))):
+            if time.thread_time_ns() > until:
+                count.sampled = True
+                break
+            count.add(piece)
+            left -= len(piece)
+            cursor = piece[-1]
     return count.result()
 
 

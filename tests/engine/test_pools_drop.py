@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def pool_with(cached: int, blocks: int = 400, *, seed: int = 0, **options: Any) 
     return pool
 
 
-@pytest.mark.parametrize("cached", [0, 1, 3, 20, 25, 26, 200, 399])
+@pytest.mark.parametrize("cached", [0, 1, 3, 20, 65, 66, 67, 200, 399])
 def test_no_block_keeps_a_hash_and_each_is_counted_once(cached: int) -> None:
     pool = pool_with(cached)
     carried = sum(block.block_hash is not None for block in pool.blocks)
@@ -90,6 +91,35 @@ def test_a_hash_that_is_in_no_map_is_found_all_the_same() -> None:
     assert all(block.block_hash is None for block in pool.blocks)
 
 
+@pytest.mark.parametrize("cached", [3, 300])
+def test_an_old_map_is_taken_down_in_slices_and_nothing_keeps_its_keys(
+    cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "SLICE_BLOCKS", 2)
+    pool = pool_with(cached)
+    key = next(iter(pool.cached_block_hash_to_block._cache))
+    attic: pools.Attic = []
+    pools.drop_hashes(pool, attic)
+    entries = len(attic[0])
+    before = sys.getrefcount(key)
+    assert len(list(pools.give_back(attic))) == -(-entries // 2)
+    assert not attic
+    assert sys.getrefcount(key) == before - 1
+
+
+def test_maps_that_come_to_the_attic_while_it_is_cleared_are_taken_down_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "SLICE_BLOCKS", 8)
+    attic: pools.Attic = []
+    pools.drop_hashes(pool_with(20), attic)
+    work = pools.give_back(attic)
+    next(work)
+    pools.drop_hashes(pool_with(10), attic)
+    assert len(attic) == 2
+    for _ in work:
+        pass
+    assert not attic
+
+
 def test_stats_are_told_of_the_reset() -> None:
     world = World(blocks=64)
     world.add("a", 100)
@@ -116,3 +146,8 @@ def test_a_reset_that_does_more_is_called_instead(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(block_class, "reset_hash", reset_more)
     assert not pools._resets_only_what_is_written_out()
+    monkeypatch.setattr(pools, "_reset_each", pools._reset_by_call)
+    for cached in (3, 300):
+        pool = pool_with(cached)
+        assert pools.drop_hashes(pool) == cached
+        assert not any(block.block_hash for block in pool.blocks)

@@ -27,7 +27,20 @@ SLICE = 7
 steps = st.lists(
     st.tuples(
         st.sampled_from(
-            ["allocate", "free", "free_part", "touch", "cache", "share", "evict", "unpin", "reset", "drop"]
+            [
+                "allocate",
+                "free",
+                "free_part",
+                "touch",
+                "cache",
+                "share",
+                "several",
+                "evict",
+                "unpin",
+                "reset",
+                "drop",
+                "give_back",
+            ]
         ),
         st.integers(0, 1 << 16),
     ),
@@ -39,9 +52,11 @@ class Life:
     """One pool, and who holds what."""
 
     def __init__(self) -> None:
-        self.pool: Any = BlockPool(BLOCKS, True, 16)
+        self.pool: Any = BlockPool(BLOCKS, True, 16, enable_kv_cache_events=True)
         self.held: list[list[Any]] = []
         self.keys = 0
+        self.attic: pools.Attic = []
+        self.told: list[int] = []
 
     def do(self, action: str, number: int) -> None:
         getattr(self, action)(number)
@@ -84,11 +99,18 @@ class Life:
         if bare and self.keys:
             self._hash(bare[number % len(bare)], 1 + number % self.keys)
 
+    def several(self, number: int) -> None:
+        """Another hash for a block that has one, as a partly filled block gets it."""
+        cached = [block for block in self.pool.blocks if block.block_hash is not None]
+        if cached and hasattr(self.pool, "_insert_block_hash"):
+            self.keys += 1
+            self._hash(cached[number % len(cached)], self.keys)
+
     def _hash(self, block: Any, key: int) -> None:
         name = key.to_bytes(36, "big")
         if hasattr(self.pool, "_insert_block_hash"):
             self.pool._insert_block_hash(name, block, 16)
-        else:
+        elif block.block_hash is None:
             block.set_block_hash(name, 16)
             self.pool.cached_block_hash_to_block.insert(name, block)
 
@@ -97,15 +119,27 @@ class Life:
 
     def unpin(self, number: int) -> None:
         if self.held and hasattr(self.pool, "unpin_blocks"):
-            self.pool.unpin_blocks(self.held.pop(number % len(self.held)), lambda block: None)
+            self.pool.unpin_blocks(
+                self.held.pop(number % len(self.held)), lambda block: self.told.append(block.block_id)
+            )
 
     def reset(self, number: int) -> None:
         self.pool.reset_prefix_cache()
 
     def drop(self, number: int) -> None:
         carried = sum(block.block_hash is not None for block in self.pool.blocks)
-        assert pools.drop_hashes(self.pool) == carried
+        assert pools.drop_hashes(self.pool, self.attic if number % 2 else None) == carried
         assert not any(block.block_hash for block in self.pool.blocks)
+
+    def give_back(self, number: int) -> None:
+        """Go a few slices on with taking down old maps."""
+        for _ in itertools.islice(pools.give_back(self.attic), number % 4):
+            pass
+
+    def free_all(self) -> None:
+        """As at the end of all requests."""
+        while self.held:
+            self.free(0)
 
 
 def lived(past: list[tuple[str, int]]) -> Life:
@@ -152,6 +186,44 @@ def test_a_reorder_interrupted_by_anything_loses_and_doubles_nothing(
     assert [block_id for block_id in order if block_id in moved] == sorted(moved)
     if scope == "uncached":
         assert [block_id for block_id in order if block_id in lru] == lru
+
+
+@settings(lives, max_examples=500)
+@given(past=steps, future=steps, through_the_map=st.booleans(), attic=st.booleans())
+def test_a_drop_leaves_what_vllms_own_reset_leaves(
+    past: list[tuple[str, int]], future: list[tuple[str, int]], through_the_map: bool, attic: bool
+) -> None:
+    """Both ways to find the hashes, on two pools with the same past: nothing that can be seen differs, ever."""
+    stock, ours = lived(past), lived(past)
+    for life in (stock, ours):
+        life.free_all()
+        life.pool.take_events()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pools, "MAP_WALK_RATIO", 0 if through_the_map else BLOCKS + 1)
+        patch.setattr(pools, "_VERIFY_BLOCKS", 1)
+        assert stock.pool.reset_prefix_cache()
+        pools.drop_hashes(ours.pool, ours.attic if attic else None)
+    assert observed(ours) == observed(stock)
+    # No resets in what follows: only ours can be told to forget while blocks are held.
+    for action, number in future:
+        if action not in ("drop", "give_back"):
+            stock.do(action, number)
+            ours.do(action, number)
+    assert observed(ours) == observed(stock)
+
+
+def observed(life: Life) -> Any:
+    """All that vLLM or anybody else can see of a pool."""
+    pool = life.pool
+    entries = {
+        key: [block.block_id for block in (found.values() if isinstance(found, dict) else [found])]
+        for key, found in pool.cached_block_hash_to_block._cache.items()
+    }
+    blocks = [(b.ref_cnt, b.block_hash, getattr(b, "block_hash_num_tokens", 0), b.is_null) for b in pool.blocks]
+    extra = {block_id: set(hashes) for block_id, hashes in getattr(pool, "cached_block_hashes_by_block", {}).items()}
+    events = [type(event).__name__ for event in pool.kv_event_queue]
+    watched = sorted(getattr(pool, "_reuse_watchers", ()))
+    return queue_ids(pool), blocks, entries, extra, events, watched, life.told
 
 
 @lives
