@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -47,6 +47,8 @@ class RecordedFleet:
         self.tape = Tape(folder / "callers.jsonl")
         self.network = Network()
         self.replicas: dict[str, ReplicaUnderTest] = {}
+        self.refusal: errors.Failure | None = None
+        """How the last `start` was refused."""
         self._from_ns = 0
         for index in range(replicas):
             name = f"r{index}"
@@ -98,7 +100,7 @@ class RecordedFleet:
 
     def start(self, timeout_s: int = 60, *, max_unavailable: int = 0, max_failures: int = 0) -> str:
         """Start a reset of every replica (rolling with `max_unavailable`); its id. Asked again under that id until the
-        coordinator says that it is on record.
+        coordinator says that it is on record. Refused with the error in `refusal`, nothing must ever happen.
         """
         operation_id = str(uuid.uuid4())
         spec = fleet_pb2.OperationSpec(targets=fleet_pb2.Targets(all=True))
@@ -119,7 +121,11 @@ class RecordedFleet:
             )
         )
         request = fleet_pb2.StartOperationRequest(operation_id=operation_id, spec=spec)
+        self.refusal = None
         self._until_answered(lambda: self.coordinator.stub.StartOperation(request, timeout=10))
+        if self.refusal is not None:
+            rows = [Row(name, "skipped", self.refusal.code.name, self.refusal.reason) for name in self.replicas]
+            self.tape.write(Told(at_ns=now_ns(), operation_id=operation_id, rows=rows, final=True))
         return operation_id
 
     def look(self, operation_id: str) -> fleet_pb2.FleetOperation:
@@ -146,13 +152,27 @@ class RecordedFleet:
 
     def run(self, timeout_s: int = 60, *, max_unavailable: int = 0) -> fleet_pb2.FleetOperation:
         """Start and end."""
-        return self.end(self.start(timeout_s, max_unavailable=max_unavailable))
+        operation_id = self.start(timeout_s, max_unavailable=max_unavailable)
+        assert self.refusal is None, f"refused: {self.refusal}"
+        return self.end(operation_id)
 
     def load(self, operations: int) -> None:
         """So many operations, each of which succeeds."""
+        self.wait_reached()
         for _ in range(operations):
             ended = self.run()
             assert ended.state == fleet_pb2.OPERATION_STATE_SUCCEEDED, f"{ended}\n{self.coordinator.log()[-3000:]}"
+
+    def wait_reached(self) -> None:
+        """Until the coordinator reaches every replica: after a failure a channel waits before it tries again."""
+
+        def reached() -> bool:
+            with suppress_passing():
+                found = self.coordinator.stub.ListReplicas(fleet_pb2.ListReplicasRequest(), timeout=LONG_S)
+                return all(replica.reachable for replica in found.replicas)
+            return False
+
+        wait_until(reached, LONG_S, lambda: self.coordinator.log()[-3000:])
 
     def settle(self, operation_id: str) -> list[Row]:
         """Ask each replica, which must be well now, for what is unknown about an ended operation; on record too."""
@@ -172,6 +192,7 @@ class RecordedFleet:
         for replica in self.replicas.values():
             replica.mend()
         self.coordinator.mend()
+        self.wait_reached()
 
     def close(self) -> None:
         self.coordinator.end()
@@ -179,10 +200,15 @@ class RecordedFleet:
             replica.end()
         self.network.close()
 
-    def _until_answered(self, ask: object) -> None:
+    def _until_answered(self, ask: Callable[[], object]) -> None:
         def answered() -> bool:
             with suppress_passing():
-                ask()  # type: ignore[operator]
+                try:
+                    ask()
+                except grpc.RpcError as error:
+                    if error.code() in _PASSING:
+                        raise
+                    self.refusal = errors.parse(error)
                 return True
             return False
 

@@ -233,6 +233,12 @@ class CoordinatorUnderTest:
         self._on_fault("kill", "coordinator")
         self.process.kill()
 
+    def terminate(self) -> None:
+        """SIGTERM, and wait for its clean end."""
+        self._on_fault("terminate", "coordinator")
+        self.process.process.terminate()
+        self.process.process.wait(START_S)
+
     def stop(self) -> None:
         self._on_fault("stop", "coordinator")
         self.process.stop()
