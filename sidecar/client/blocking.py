@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 from kvctl.v1 import fleet_pb2
 
@@ -24,6 +24,9 @@ from sidecar.client.weights import DEFAULT_LEASE_S, DEFAULT_STEP_TIMEOUT_S, Aban
 from sidecar.client.weights import WeightUpdate as AsyncWeightUpdate
 
 _T = TypeVar("_T")
+
+LEAVE_S: Final = 10.0
+"""How long an interrupted call may take to leave things well."""
 
 
 class WeightUpdate:
@@ -236,9 +239,21 @@ class Fleet:
         if self._loop.is_closed():
             work.close()
             raise RequestInvalid("this fleet is closed; make another one")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        ended = threading.Event()
+
+        async def watched() -> _T:
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
         try:
             return future.result()
         except BaseException:
-            future.cancel()
+            if not future.done():
+                # Ctrl-C. What the work does to leave things well, such as resuming engines that it has paused, must
+                # not be lost with the process.
+                future.cancel()
+                ended.wait(LEAVE_S)
             raise
