@@ -2,11 +2,13 @@
 
 One connection is one descriptor, and a container's default limit is 1,024. So the pool closes the channel that has
 been idle longest before it would pass its share, and a lease keeps a channel that is in use from being closed. A
-replaced certificate gives new channels; those in use finish on the old ones.
+replaced certificate gives new channels; those in use finish on the old ones, and so does everybody while the files are
+half written.
 """
 
 from __future__ import annotations
 
+import logging
 import resource
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -19,6 +21,8 @@ import grpc.aio
 from sidecar.coordinator.targets import Target
 from sidecar.rpc import addresses
 from sidecar.rpc.channels import NO_SECURITY, ClientSecurity, connect
+
+LOG: Final = logging.getLogger(__name__)
 
 RESERVED_DESCRIPTORS: Final = 256
 """For everything else a process has open: listeners, the store, event loops, DNS, a second attempt at IPv6."""
@@ -97,9 +101,8 @@ class Channels:
             await each.channel.close()
 
     async def _take(self, key: tuple[str, str], target: Target) -> _Pooled:
-        stamp = self._security.tls.version() if self._security.tls else None
         pooled = self._open.get(key)
-        if pooled is not None and pooled.stamp == stamp:
+        if pooled is not None and (pooled.stamp == self._stamp() or self._half_replaced(target)):
             self._open.move_to_end(key)
             return pooled
         if pooled is not None:
@@ -107,9 +110,33 @@ class Channels:
             pooled.closing = True
             if not pooled.users:
                 await pooled.channel.close()
-        fresh = _Pooled(connect(addresses.parse(target.address), self._security_for(target)), stamp)
+        fresh = await self._connect(target)
         self._open[key] = fresh
         return fresh
+
+    async def _connect(self, target: Target) -> _Pooled:
+        """A channel whose certificate and key were read from files of one age."""
+        while True:
+            stamp = self._stamp()
+            channel = connect(addresses.parse(target.address), self._security_for(target))
+            if stamp == self._stamp():
+                return _Pooled(channel, stamp)
+            await channel.close()
+
+    def _stamp(self) -> object:
+        return self._security.tls.version() if self._security.tls else None
+
+    def _half_replaced(self, target: Target) -> bool:
+        """Whether the certificate files, which have changed, cannot be used as they are now."""
+        tls = self._security.tls
+        if tls is None:
+            return False
+        try:
+            tls.check()
+        except (OSError, ValueError) as error:
+            LOG.warning("certificate not read again for %s, the previous one stays in use: %s", target.address, error)
+            return True
+        return False
 
     def _security_for(self, target: Target) -> ClientSecurity:
         tls = self._security.tls
@@ -122,6 +149,11 @@ class Channels:
             return
         for key in [key for key, pooled in self._open.items() if not pooled.users][: len(self._open) - self._limit]:
             await self._open.pop(key).channel.close()
+
+    @property
+    def limit(self) -> int:
+        """Channels open at once, those apart that are in use."""
+        return self._limit
 
     def __len__(self) -> int:
         return len(self._open)

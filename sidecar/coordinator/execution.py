@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from kvctl.v1 import fleet_pb2
@@ -25,7 +26,7 @@ from sidecar.coordinator import outcomes
 from sidecar.coordinator.attempt import Attempt
 from sidecar.coordinator.port import Aim, Health, Journal, JournalError, NoJournal, Recorded, Replicas
 from sidecar.coordinator.retry import Retries, RetryBudget, RetryPolicy
-from sidecar.coordinator.rollout import Decision, Drop, Ending, Policy, Progress, Rollout
+from sidecar.coordinator.rollout import MAX_CONCURRENCY, Decision, Drop, Ending, Policy, Progress, Rollout
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 _LOOK_TIMEOUT_S: Final = 5.0
@@ -50,11 +51,13 @@ class Execution:
         on_change: OnChange | None = None,
         retry_policy: RetryPolicy | None = None,
         spent_s: Mapping[str, float] | None = None,
+        most_calls: int = MAX_CONCURRENCY,
     ) -> None:
         """`aims` in the order in which to take them. PolicyError when the rollout makes no sense.
 
         `on_change` is told every change of a target, on the loop: a call begun (RUNNING) and the final result.
-        `spent_s`: name -> seconds of a target's time limit that went into asking who it is.
+        `spent_s`: name -> seconds of a target's time limit that went into asking who it is. `most_calls`: under way at
+        once, also where the rollout allows more: each needs a connection.
         """
         self.operation_id = operation_id
         self.spec = spec
@@ -73,6 +76,7 @@ class Execution:
         self._spent_s = dict(spent_s or {})
         self._timeout_s = spec.timeout.seconds + spec.timeout.nanos / 1e9 or DEFAULT_TIMEOUT_S
         policy = Policy.resolve(spec.rollout, len(aims))
+        policy = replace(policy, concurrency=min(policy.concurrency, most_calls))
         # A check changes nothing: it needs no waves, whatever rollout it checks.
         self._policy = Policy(concurrency=policy.concurrency) if spec.validate_only else policy
         self._changed = asyncio.Event()

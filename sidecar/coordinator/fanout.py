@@ -215,6 +215,7 @@ class Run:
             self._replicas,
             on_change=self._row_changed,
             spent_s={aim.name: named_in_s for aim in resolved.aims if aim.address in resolved.failures},
+            most_calls=self._channels.limit,
         )
         for row in resolved.apart:
             self._rows[row.replica + row.address] = row

@@ -143,6 +143,7 @@ class Running:
                 journal=self._audit.journal(live.journal, operation, stored.aims, stored.caller),
                 recorded=stored.recorded,
                 on_change=lambda row: self._row_changed(live, row),
+                most_calls=self._channels.limit,
             )
             self.steer(live)
             live.show(fleet_pb2.OPERATION_STATE_PAUSED if live.held else fleet_pb2.OPERATION_STATE_RUNNING)

@@ -335,6 +335,17 @@ async def test_more_replicas_than_channels_all_get_called() -> None:
     assert operation.counts.succeeded == 60
 
 
+async def test_a_proxy_in_the_environment_captures_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    fake = FakeSidecar("r0")
+    async with serving(fake) as [address]:
+        operation = await run([Target(address.replace("127.0.0.1", "localhost"))])
+    assert operation.state == fleet_pb2.OPERATION_STATE_SUCCEEDED, operation
+
+
 async def test_cancelling_starts_nothing_more_and_withdraws_what_is_under_way() -> None:
     slow, waiting = FakeSidecar("r0"), FakeSidecar("r1")
     started, released = asyncio.Event(), asyncio.Event()

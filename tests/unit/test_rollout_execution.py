@@ -160,6 +160,13 @@ def run(fleet: FakeFleet, count: int = 3, spec: fleet_pb2.OperationSpec | None =
     return fake_time.run(work())
 
 
+def test_no_more_calls_are_under_way_than_there_are_connections_for() -> None:
+    fleet = FakeFleet()
+    results, _, _ = run(fleet, 40, reset(concurrency=30), most_calls=7)
+    assert fleet.most_under_way == 7
+    assert all(row.outcome == SUCCEEDED for row in results.values())
+
+
 # --- one target --------------------------------------------------------------------------------------------------
 
 
