@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import yaml
 from apiserver import CRD
 from crd_validation import Invalid, admit
 
-from sidecar.coordinator.rollout import Policy
+from sidecar.coordinator.rollout import Policy, PolicyError
 from sidecar.operator.resource import operation_spec, read
+from sidecar.replica import rules
+from sidecar.rpc.errors import Failure
 
 SCHEMA = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 ALL = {"all": True}
@@ -109,6 +112,66 @@ def test_a_cancel_is_for_good() -> None:
     old = stored({"reset": {}, "targets": ALL, "cancel": True})
     with pytest.raises(Invalid, match="cannot be revived"):
         stored({**old, "cancel": False}, old)
+
+
+def every(**fields: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """Every combination of the given values; None leaves the field out."""
+    rows = itertools.product(*fields.values())
+    return [{name: value for name, value in zip(fields, row, strict=True) if value is not None} for row in rows]
+
+
+def accepted(spec: dict[str, Any]) -> bool:
+    try:
+        stored(spec)
+    except Invalid:
+        return False
+    return True
+
+
+def test_the_definition_refuses_the_resets_that_a_replica_refuses_and_no_others() -> None:
+    resets = every(
+        runningRequests=(None, "Fail", "Preempt", "Keep"),
+        waitForIdle=(None, False, True),
+        quarantineRunning=(None, False, True),
+        purpose=(None, "Benchmark", "WeightUpdate"),
+        resetConnector=(None, True),
+    )
+    differ, refused = [], 0
+    for reset in resets:
+        request = operation_spec(read({"metadata": {}, "spec": {"reset": reset, "targets": ALL}}).spec).reset
+        try:
+            rules.check(request)
+            fine = True
+        except Failure:
+            fine = False
+            refused += 1
+        if accepted({"reset": reset, "targets": ALL}) != fine:
+            differ.append(reset)
+    assert differ == []
+    assert 0 < refused < len(resets)
+
+
+def test_the_definition_refuses_the_rollouts_that_the_coordinator_refuses_and_no_others() -> None:
+    rollouts = every(
+        strategy=(None, "AllAtOnce", "Rolling"),
+        maxUnavailable=(None, 0, 1, "1", "0", "25%", "0%", "100%", "101%", "half", "-1"),
+        canary=(None, 2),
+        minHealthySeconds=(None, 5),
+        concurrency=(None, 1024, 1025),
+    )
+    differ, refused = [], 0
+    for rollout in rollouts:
+        spec = {"reset": {}, "targets": ALL, "rollout": rollout}
+        try:
+            Policy.resolve(operation_spec(read({"metadata": {}, "spec": spec}).spec).rollout, 8)
+            fine = True
+        except PolicyError:
+            fine = False
+            refused += 1
+        if accepted(spec) != fine:
+            differ.append(rollout)
+    assert differ == []
+    assert 0 < refused < len(rollouts)
 
 
 def test_every_field_of_the_api_s_reset_can_be_asked_for() -> None:
