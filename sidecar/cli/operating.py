@@ -55,7 +55,7 @@ def operate(
                 operation = await reach.run(spec, operation_id, progress.changed)
             except Detached as left:
                 progress.close()
-                tell_detached(left.operation_id, settings)
+                tell_detached(left.operation_id, settings, started=left.started)
                 return INTERRUPTED
             except NotStarted:
                 progress.close()
@@ -126,9 +126,9 @@ def interruptible(reach: Reach) -> Iterator[list[int]]:
             loop.remove_signal_handler(number)
 
 
-def tell_detached(operation_id: str, settings: Settings) -> None:
+def tell_detached(operation_id: str, settings: Settings, *, started: bool = True) -> None:
     """How to get back to an operation that goes on without us."""
-    output.note(f"operation {operation_id} goes on at the coordinator")
+    output.note(f"operation {operation_id} {'goes on' if started else 'may have been started'} at the coordinator")
     output.note(f"  watch it:  kvctl ops watch {operation_id} --coordinator {settings.coordinator}")
     output.note(f"  stop it:   kvctl ops cancel {operation_id} --coordinator {settings.coordinator}")
 

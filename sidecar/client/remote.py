@@ -53,9 +53,11 @@ class CoordinatorError(Exception):
 class Detached(Exception):  # noqa: N818 - nothing went wrong
     """The watch ended because the caller asked; the operation goes on at the coordinator."""
 
-    def __init__(self, operation_id: str) -> None:
-        super().__init__(f"operation {operation_id} goes on at the coordinator")
+    def __init__(self, operation_id: str, *, started: bool = True) -> None:
+        """`started`: False when the coordinator had not said yet that it has it on record."""
+        super().__init__(f"operation {operation_id} {'goes on' if started else 'may have been started'}")
         self.operation_id = operation_id
+        self.started = started
 
 
 class NotStarted(Exception):  # noqa: N818 - nothing went wrong
@@ -86,7 +88,7 @@ class CoordinatorReach:
         await self._unless_stopped(self._connected(within_s), NotStarted())
         try:
             starting = self._stub.StartOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
-            started = await self._unless_stopped(starting, Detached(request.operation_id))
+            started = await self._unless_stopped(starting, Detached(request.operation_id, started=False))
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from error
         return await self.follow(started.operation.operation_id, on_progress)

@@ -16,7 +16,7 @@ import pytest
 from kvctl.v1 import fleet_pb2, fleet_pb2_grpc
 from test_cli_coordinator import start
 
-from sidecar.client.remote import CoordinatorError, CoordinatorReach
+from sidecar.client.remote import CoordinatorError, CoordinatorReach, Detached
 
 ALL = fleet_pb2.Targets(all=True)
 
@@ -101,3 +101,28 @@ async def test_ctrl_c_while_a_silent_coordinator_is_asked_ends_the_command_with_
     assert (process.returncode, output) == (130, b"")
     assert b"interrupted" in problems
     assert b"Traceback" not in problems
+
+
+class Slow(Coordinator):
+    """Has got a start and does not answer it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+
+    async def StartOperation(self, request, context):  # noqa: N802
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
+async def test_a_stop_before_the_start_is_confirmed_names_the_operation_that_may_have_been_started() -> None:
+    servicer = Slow()
+    operation_id = "11111111-2222-3333-4444-555555555555"
+    async with reach_of(servicer) as reach:
+        spec = fleet_pb2.OperationSpec(targets=ALL)
+        running = asyncio.create_task(reach.run(spec, operation_id))
+        await asyncio.wait_for(servicer.asked.wait(), 30)
+        await reach.stop()
+        with pytest.raises(Detached) as left:
+            await asyncio.wait_for(running, 30)
+    assert (left.value.operation_id, left.value.started) == (operation_id, False)
