@@ -1,4 +1,4 @@
-"""docs/python.md: every block runs, and what it says of results, exceptions and arguments is so."""
+"""docs/python.md and README: every block runs, and what they say of results, exceptions and arguments is so."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from test_cli_commands import fleet
 from sidecar.client import errors, weights
 from sidecar.client.errors import KvctlError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "python.md").read_text()
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = PYTHON.findall(PAGE)
 
 
 def run(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *fakes: FakeSidecar) -> list[object]:
@@ -34,6 +36,12 @@ def test_the_page_has_blocks() -> None:
 def test_every_block_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     fakes = [FakeSidecar("r0", {"pool": "a"}), FakeSidecar("r1", {"pool": "b"})]
     run(BLOCKS[number], tmp_path, monkeypatch, *fakes)
+
+
+def test_the_block_of_the_readme_pushes_to_every_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [block] = PYTHON.findall((ROOT / "README.md").read_text())
+    [pushed] = run(block, tmp_path, monkeypatch, FakeSidecar("r0"), FakeSidecar("r1"))
+    assert set(pushed) == {"r0", "r1"}  # type: ignore[call-overload]
 
 
 def test_three_lines_reset_every_replica_and_quarantine_what_runs(
