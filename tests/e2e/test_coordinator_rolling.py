@@ -32,6 +32,7 @@ async def test_a_rolling_keep_reset_survives_its_coordinator_and_interrupts_no_s
     spec.reset.running_requests = types_pb2.RUNNING_REQUESTS_KEEP
     spec.rollout.strategy = fleet_pb2.ROLLOUT_STRATEGY_ROLLING
     spec.rollout.min_healthy_time.seconds = 2
+    spec.timeout.seconds = 120
     before = await asyncio.to_thread(resets, fleet)
     streams = [stream for each in load for stream in each.under_way()]
     lives = []
@@ -43,9 +44,9 @@ async def test_a_rolling_keep_reset_survives_its_coordinator_and_interrupts_no_s
     def start_and_kill_after_the_first_replica() -> str:
         first = live()
         stub = first.serve()
-        started = stub.StartOperation(fleet_pb2.StartOperationRequest(spec=spec), timeout=15).operation
+        started = stub.StartOperation(fleet_pb2.StartOperationRequest(spec=spec), timeout=60).operation
         request = fleet_pb2.WatchOperationRequest(operation_id=started.operation_id)
-        for message in stub.WatchOperation(request, timeout=30):
+        for message in stub.WatchOperation(request, timeout=150):
             if message.operation.counts.succeeded:
                 break
         first.end()
@@ -54,7 +55,7 @@ async def test_a_rolling_keep_reset_survives_its_coordinator_and_interrupts_no_s
     def finish_with_another(operation_id: str) -> fleet_pb2.FleetOperation:
         stub = live().serve()
         request = fleet_pb2.WatchOperationRequest(operation_id=operation_id)
-        for _ in stub.WatchOperation(request, timeout=60):
+        for _ in stub.WatchOperation(request, timeout=150):
             pass
         return get(stub, operation_id)
 

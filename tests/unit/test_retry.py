@@ -128,7 +128,7 @@ ANSWERS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     answers=st.lists(ANSWERS, min_size=1, max_size=60),
     wait=st.booleans(),
