@@ -110,18 +110,17 @@ class Channels:
             pooled.closing = True
             if not pooled.users:
                 await pooled.channel.close()
-        fresh = await self._connect(target)
-        self._open[key] = fresh
-        return fresh
-
-    async def _connect(self, target: Target) -> _Pooled:
-        """A channel whose certificate and key were read from files of one age."""
-        while True:
+        stamp, torn = self._stamp(), []
+        channel = connect(addresses.parse(target.address), self._security_for(target))
+        while stamp != self._stamp():
+            # Certificate and key were read from files of different ages.
+            torn.append(channel)
             stamp = self._stamp()
             channel = connect(addresses.parse(target.address), self._security_for(target))
-            if stamp == self._stamp():
-                return _Pooled(channel, stamp)
-            await channel.close()
+        fresh = self._open[key] = _Pooled(channel, stamp)
+        for each in torn:
+            await each.close()
+        return fresh
 
     def _stamp(self) -> object:
         return self._security.tls.version() if self._security.tls else None

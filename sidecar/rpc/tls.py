@@ -192,6 +192,8 @@ class _Reloader:
             # Half written or not readable yet: the next handshake looks again, this one uses what worked before.
             LOG.warning("certificate not reloaded, the previous one stays in force: %s", error)
             return None
+        if seen != self._look():
+            return None  # replaced while it was read: certificate and key may be of different ages
         self._stamp = seen
         LOG.info("certificate reloaded from %s", self._files.cert_file)
         return loaded

@@ -17,6 +17,7 @@ from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.targets import Target
 from sidecar.rpc.channels import ClientSecurity
 from sidecar.rpc.tls import ClientTls
+from tests.security.certificates import Authority
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,15 +46,30 @@ async def test_the_longest_idle_channel_is_closed_first_and_one_in_use_never() -
 
 
 async def test_a_replaced_certificate_gives_a_new_channel_and_leaves_the_one_in_use(tmp_path: Path) -> None:
-    authority = tmp_path / "ca.pem"
-    authority.write_text("-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n")
-    channels = Channels(ClientSecurity(tls=ClientTls(ca_file=authority)), limit=4)
+    authority = Authority(tmp_path, "first")
+    channels = Channels(ClientSecurity(tls=ClientTls(ca_file=authority.file)), limit=4)
     async with channels.lease(target(0)) as before:
-        authority.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+        authority.file.write_bytes(Authority(tmp_path, "second").file.read_bytes())
         async with channels.lease(target(0)) as after:
             assert after is not before
         assert before.get_state() != grpc.ChannelConnectivity.SHUTDOWN
     assert before.get_state() == grpc.ChannelConnectivity.SHUTDOWN
+    await channels.close()
+
+
+async def test_a_certificate_that_is_half_written_or_before_its_key_leaves_the_channel_in_use(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    shown, other = authority.issue("shown"), authority.issue("other")
+    channels = Channels(ClientSecurity(tls=ClientTls(authority.file, shown.cert, shown.key)), limit=4)
+    async with channels.lease(target(0)) as before:
+        pass
+    for content in (other.cert.read_bytes()[:100], b"", other.cert.read_bytes()):
+        shown.cert.write_bytes(content)
+        async with channels.lease(target(0)) as meanwhile:
+            assert meanwhile is before
+    shown.key.write_bytes(other.key.read_bytes())
+    async with channels.lease(target(0)) as after:
+        assert after is not before
     await channels.close()
 
 

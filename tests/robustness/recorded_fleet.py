@@ -17,7 +17,7 @@ from __future__ import annotations
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -25,6 +25,7 @@ from kvctl.v1 import fleet_pb2, types_pb2
 
 from sidecar.coordinator.targets import derive_request_id
 from sidecar.rpc import errors
+from sidecar.rpc.channels import NO_SECURITY, ClientSecurity
 from tests.contract.sidecar_process import ROOT, wait_until
 from tests.robustness import history
 from tests.robustness.checker import latest_start, violations
@@ -42,7 +43,14 @@ KEPT = ROOT / "build" / "robustness"
 class RecordedFleet:
     """See the module. Use `recorded_fleet`."""
 
-    def __init__(self, folder: Path, replicas: int, sidecar_arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        replicas: int,
+        sidecar_arguments: Sequence[str],
+        coordinator_arguments: Sequence[str],
+        security: ClientSecurity,
+    ) -> None:
         self.folder = folder
         self.tape = Tape(folder / "callers.jsonl")
         self.network = Network()
@@ -52,14 +60,14 @@ class RecordedFleet:
         self._from_ns = 0
         for index in range(replicas):
             name = f"r{index}"
-            self.replicas[name] = ReplicaUnderTest(folder, name, self.network, self.fault)
+            self.replicas[name] = ReplicaUnderTest(folder, name, self.network, self.fault, security)
         for replica in self.replicas.values():
             replica.start_engine()
         for replica in self.replicas.values():
-            replica.start_sidecar()
+            replica.start_sidecar(*sidecar_arguments)
         targets = [f"{name}={replica.proxy.address}" for name, replica in self.replicas.items()]
         self.coordinator = CoordinatorUnderTest(folder, targets, self.fault)
-        self.coordinator.start()
+        self.coordinator.start(*coordinator_arguments)
 
     # --- the history ---------------------------------------------------------------------------------------------
 
@@ -226,15 +234,23 @@ def suppress_passing() -> Iterator[None]:
 
 
 @contextmanager
-def recorded_fleet(replicas: int = 2) -> Iterator[RecordedFleet]:
-    """A fleet in a folder of its own with a short name: paths of Unix sockets have 107 bytes."""
+def recorded_fleet(
+    replicas: int = 2,
+    *,
+    sidecar_arguments: Sequence[str] = (),
+    coordinator_arguments: Sequence[str] = (),
+    security: ClientSecurity = NO_SECURITY,
+) -> Iterator[RecordedFleet]:
+    """A fleet in a folder of its own with a short name: paths of Unix sockets have 107 bytes.
+
+    `security` is how a test that calls a sidecar by itself is let in.
+    """
     with tempfile.TemporaryDirectory(prefix="kvctl-", ignore_cleanup_errors=True) as folder:
-        fleet = RecordedFleet(Path(folder), replicas)
+        fleet = RecordedFleet(Path(folder), replicas, sidecar_arguments, coordinator_arguments, security)
         try:
             yield fleet
         finally:
-            with suppress(TimeoutError):
-                fleet.close()
+            fleet.close()
 
 
 def _row(row: fleet_pb2.TargetResult) -> Row:

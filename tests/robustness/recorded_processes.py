@@ -16,6 +16,7 @@ from kvctl.v1 import fleet_pb2, fleet_pb2_grpc, replica_pb2, replica_pb2_grpc, t
 
 from sidecar.coordinator import outcomes
 from sidecar.rpc import addresses, channels
+from sidecar.rpc.channels import ClientSecurity
 from tests.contract.sidecar_process import ROOT, environment, wait_until
 from tests.fake_engine.process import EngineProcess
 from tests.robustness.tcp_proxy import Network, TcpProxy
@@ -75,7 +76,7 @@ def stopped(pid: int) -> bool:
 class ReplicaUnderTest:
     """An engine, the sidecar beside it, and the proxy before that."""
 
-    def __init__(self, folder: Path, name: str, network: Network, on_fault: OnFault) -> None:
+    def __init__(self, folder: Path, name: str, network: Network, on_fault: OnFault, security: ClientSecurity) -> None:
         self.name = name
         self.folder = folder / name
         self.folder.mkdir()
@@ -88,6 +89,7 @@ class ReplicaUnderTest:
         self._engine_dir = self.folder / "e0"
         self._engine_stopped = False
         self._on_fault = on_fault
+        self._security = security
 
     # --- lives ---------------------------------------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class ReplicaUnderTest:
         request = replica_pb2.GetOperationRequest(request_id=row.request_id)
 
         def settled() -> bool:
-            with channels.connect_blocking(addresses.parse(self.sidecar.address)) as channel:
+            with channels.connect_blocking(addresses.parse(self.sidecar.address), self._security) as channel:
                 stub = replica_pb2_grpc.CacheAdminStub(channel)
                 try:
                     known = outcomes.of_record(stub.GetOperation(request, timeout=START_S))
@@ -200,7 +202,7 @@ class ReplicaUnderTest:
         return answers[0]
 
     def _engine_connected(self) -> bool:
-        with channels.connect_blocking(addresses.parse(self.sidecar.address)) as channel:
+        with channels.connect_blocking(addresses.parse(self.sidecar.address), self._security) as channel:
             stub = replica_pb2_grpc.CacheAdminStub(channel)
             found = stub.GetReplica(replica_pb2.GetReplicaRequest(), timeout=START_S).replica
         return any(
