@@ -196,7 +196,8 @@ def bench_coordinator(made: Fleet) -> list[dict[str, Any]]:
         inventory.write_text("replicas:\n" + "\n".join(lines))
         words = [sys.executable, "-m", "sidecar.coordinator.main", "--inventory", str(inventory), "--metrics", "off"]
         words += ["--store", str(Path(folder, "ops.db")), "--listen", "127.0.0.1:0", "--ready-file", str(ready)]
-        with subprocess.Popen([*words, "--log-level", "error"], cwd=ROOT, env=environment()) as process:
+        words += ["--audit-log", os.devnull, "--log-level", "error"]
+        with subprocess.Popen(words, cwd=ROOT, env=environment()) as process:
             try:
                 rows = _call_coordinator(made, process.pid, ready)
             finally:
