@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 from vllm.v1.core.sched.interface import PauseState
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
+
+TIDY_NS: Final = 500_000
+"""Time one step gives to taking down lookup maps that are out of use, nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class VllmEngine:
         self._guards = guards.install(engine.scheduler)
         self._capabilities.update(self._guards.lacking())
         self._capabilities["relieve"] = self._capabilities["relieve"] or relief.missing(engine.scheduler)
+        self._attic: pools.Attic = []
+        self._remembered = evidence.Remembered()
         self._paused_by_us = False
         self._setting = False
         """Whether it is us who set the pause state."""
@@ -98,6 +104,15 @@ class VllmEngine:
         """Nobody will use this port any more."""
         self._guards.remove()
 
+    def tidy(self) -> None:
+        """Before every step: take down some of what a reset left behind. Its answer has long been given."""
+        if not self._attic:
+            return
+        until = time.monotonic_ns() + TIDY_NS
+        for _ in pools.give_back(self._attic):
+            if time.monotonic_ns() >= until:
+                return
+
     # --- reading -------------------------------------------------------------------------------------------------
 
     def holders(self) -> protocol.Holders:
@@ -119,7 +134,7 @@ class VllmEngine:
     def evidence(self, call: int, contiguity_blocks: int) -> protocol.Evidence:
         """See port.EnginePort."""
         self.steps.look()
-        found = evidence.read_evidence(self._engine, self._guards, call, contiguity_blocks)
+        found = evidence.read_evidence(self._engine, self._guards, call, contiguity_blocks, self._remembered)
         return msgspec.structs.replace(
             found,
             woke_without_reset=self.steps.woke_without_reset,
@@ -130,6 +145,7 @@ class VllmEngine:
 
     def preempt_running(self) -> int:
         """See port.EnginePort."""
+        self._remembered.forget()
         return requests.preempt_running(self._scheduler)
 
     def blocks_after_preempt(self) -> int:
@@ -161,7 +177,9 @@ class VllmEngine:
 
     def drop_prefix_cache(self) -> int:
         """See port.EnginePort."""
-        dropped = pools.drop_prefix_cache(self._scheduler)
+        # Never more than one map a pool: what the last reset left is gone before the next one leaves its own.
+        self._attic.clear()
+        dropped = pools.drop_prefix_cache(self._scheduler, self._attic)
         self.steps.own_reset()
         return dropped
 
@@ -199,7 +217,9 @@ class VllmEngine:
 
     def reorder(self, scope: Literal["uncached", "all_free"]) -> Work[int]:
         """See port.EnginePort."""
-        return pools.reorder(self._pools, scope)
+        moved = yield from pools.reorder(self._pools, scope)
+        self._remembered.forget()
+        return moved
 
     # --- relief --------------------------------------------------------------------------------------------------
 
@@ -213,6 +233,7 @@ class VllmEngine:
 
     def relieve_one(self) -> tuple[str, int]:
         """See port.EnginePort."""
+        self._remembered.forget()
         return relief.relieve_one(self._scheduler)
 
     # --- scheduling ----------------------------------------------------------------------------------------------

@@ -1,19 +1,24 @@
 """Evidence on admissions: who waits, who holds blocks, and what the next request in line needs.
 
-Read at a step boundary, with no side effect on vLLM's structures, in O(waiting) with a bound.
+Read at a step boundary, with no side effect on vLLM's structures, in O(waiting) with a bound. Two answers cost more, as
+they look at blocks: the order of the free queue, and held blocks that no request holds. They are remembered, so that a
+monitor may ask a hundred times a second.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Generic, Literal, TypeVar
 
 from vllm.v1.core.sched.interface import PauseState
 
 from engine_bridge.engine import need, pools, relief, waiting
-from engine_bridge.protocol import Evidence, HeadOfQueue, Holder, Holders
+from engine_bridge.protocol import Contiguity, Evidence, HeadOfQueue, Holder, Holders
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
@@ -26,6 +31,61 @@ PAUSED: Final[dict[PauseState, Literal["", "new", "all"]]] = {
     PauseState.PAUSED_NEW: "new",
     PauseState.PAUSED_ALL: "all",
 }
+
+
+KEPT_TIMES: Final = 1000
+"""An answer is remembered for so many times what it cost: asking costs the engine's thread a thousandth at most."""
+
+LONGEST_KEPT_NS: Final = 2_000_000_000
+
+CHEAP_NS: Final = 50_000
+"""What cost no more processor time than this is asked again at once when something may have changed."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer(Generic[T]):
+    value: T
+    question: object
+    state: object
+    cost_ns: int
+    taken_ns: int
+
+    def holds(self, question: object, state: object, now_ns: int) -> bool:
+        if question != self.question or now_ns - self.taken_ns >= min(KEPT_TIMES * self.cost_ns, LONGEST_KEPT_NS):
+            return False
+        return state == self.state or self.cost_ns > CHEAP_NS
+
+
+class _Memo(Generic[T]):
+    """The last answer to one kind of question."""
+
+    def __init__(self) -> None:
+        self._answer: _Answer[T] | None = None
+
+    def ask(self, question: object, state: object, compute: Callable[[], T]) -> T:
+        """`state` is what is cheap to see of that on which the answer depends; it need not tell every change."""
+        answer = self._answer
+        if answer is None or not answer.holds(question, state, time.monotonic_ns()):
+            began = time.thread_time_ns()
+            value = compute()
+            cost = time.thread_time_ns() - began
+            answer = self._answer = _Answer(value, question, state, cost, time.monotonic_ns())
+        return answer.value
+
+
+class Remembered:
+    """What one engine was asked last."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.forget()
+
+    def forget(self) -> None:
+        """We have just changed what the answers depend on."""
+        self.orphaned: _Memo[int] = _Memo()
+        self.contiguity: _Memo[Contiguity] = _Memo()
 
 
 def holders(scheduler: Scheduler) -> Holders:
@@ -42,9 +102,12 @@ def holders(scheduler: Scheduler) -> Holders:
     )
 
 
-def read_evidence(engine: EngineCore, guards: Guards, call: int, contiguity_blocks: int) -> Evidence:
+def read_evidence(
+    engine: EngineCore, guards: Guards, call: int, contiguity_blocks: int, remembered: Remembered | None = None
+) -> Evidence:
     """Everything a verdict needs. Weight version and lease state are the caller's to fill in."""
     scheduler = engine.scheduler
+    remembered = remembered or Remembered()
     now = time.monotonic_ns()
     found = waiting.look(scheduler, now)
     pool_list = pools.distinct_pools(scheduler)
@@ -60,7 +123,7 @@ def read_evidence(engine: EngineCore, guards: Guards, call: int, contiguity_bloc
         blocks_total=pools.usable_blocks(pool_list),
         blocks_free=pools.free_blocks(pool_list),
         blocks_cached=pools.cached_blocks(pool_list),
-        blocks_orphaned=waiting.orphaned_blocks(scheduler),
+        blocks_orphaned=_orphaned(scheduler, pool_list, remembered),
         head=_head(scheduler, found),
         holders=_largest(scheduler, found),
         oldest_waiting_ns=found.oldest_ns,
@@ -69,11 +132,23 @@ def read_evidence(engine: EngineCore, guards: Guards, call: int, contiguity_bloc
         woke_without_reset=False,
         scheduling="running",
         weight_version="",
-        contiguity=pools.head_contiguity(pool_list, contiguity_blocks) if contiguity_blocks else None,
+        contiguity=_contiguity(pool_list, contiguity_blocks, remembered) if contiguity_blocks else None,
         quarantined_requests=guards.quarantined(),
         truncated=found.truncated,
         verdict="" if relief.found_instead(scheduler, found) else "HELD_BLOCKS_DEADLOCK",
     )
+
+
+def _orphaned(scheduler: Scheduler, pool_list: list[BlockPool], remembered: Remembered) -> int:
+    held = pools.held_blocks(pool_list)
+    state = held, len(scheduler.requests)
+    # One from a while ago must not exceed what is held now.
+    return min(held, remembered.orphaned.ask(None, state, lambda: waiting.orphaned_blocks(scheduler)))
+
+
+def _contiguity(pool_list: list[BlockPool], blocks: int, remembered: Remembered) -> Contiguity:
+    state = [pools.fingerprint(pool) for pool in pool_list]
+    return remembered.contiguity.ask(blocks, state, lambda: pools.head_contiguity(pool_list, blocks))
 
 
 def _head(scheduler: Scheduler, found: waiting.Waiting) -> HeadOfQueue | None:

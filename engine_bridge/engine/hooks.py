@@ -214,6 +214,7 @@ def _keep(layers: Iterable[Layer], port: VllmEngine | None = None) -> None:
         layer.lay()
     if port is not None:
         port.keep_guards()
+        port.tidy()
 
 
 def _get_out(layers: list[Layer], port: VllmEngine) -> None:

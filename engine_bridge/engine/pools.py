@@ -293,18 +293,25 @@ class _Count:
         )
 
 
+def fingerprint(pool: BlockPool) -> tuple[int, int, int]:
+    """Changes with nearly every change of the queue: its length and both ends."""
+    queue = pool.free_block_queue
+    first, last = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail.prev_free_block
+    return queue.num_free_blocks, id(first), id(last)
+
+
 def _walk(pool: BlockPool, count: _Count) -> Work[None]:
     queue = pool.free_block_queue
     cursor = queue.fake_free_list_head
     left = pool.get_num_free_blocks()
-    seen = _fingerprint(pool)
+    seen = fingerprint(pool)
     count.restart()
     while left > 0 and (piece := _following(cursor, min(left, SLICE_BLOCKS))):
         count.add(piece)
         left -= len(piece)
         cursor = piece[-1]
         yield None
-        now = _fingerprint(pool)
+        now = fingerprint(pool)
         count.sampled |= now != seen
         seen = now
         if cursor.next_free_block is None:
@@ -312,13 +319,6 @@ def _walk(pool: BlockPool, count: _Count) -> Work[None]:
             cursor = queue.fake_free_list_head
             count.sampled = True
             count.restart()
-
-
-def _fingerprint(pool: BlockPool) -> tuple[int, int, int]:
-    """Changes with nearly every change of the queue: its length and both ends."""
-    queue = pool.free_block_queue
-    first, last = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail.prev_free_block
-    return queue.num_free_blocks, id(first), id(last)
 
 
 def _following(cursor: KVCacheBlock, limit: int) -> list[KVCacheBlock]:

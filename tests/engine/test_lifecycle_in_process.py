@@ -78,7 +78,7 @@ def test_resets_between_the_callers_steps_change_no_token(engine: VllmEngineHarn
 def test_an_operation_that_raises_leaves_the_engine_serving(
     engine: VllmEngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def boom(pool: object) -> int:
+    def boom(pool: object, attic: object) -> int:
         raise ZeroDivisionError("boom")
 
     with engine.bridge() as bridge:
@@ -104,6 +104,19 @@ def test_a_defect_of_the_bridge_takes_its_hooks_off_and_the_engine_steps_on(
     assert not list(engine.directory.glob("*.sock"))
     (note,) = engine.directory.glob("*.failed")
     assert "detached" in json.loads(note.read_text())["reason"]
+
+
+def test_what_a_reset_leaves_behind_is_taken_down_by_the_steps_after_it(engine: VllmEngineHarness) -> None:
+    attic = engine.client.engine_core._kvctl_bridge._port._attic
+    with engine.bridge() as bridge:
+        for _ in range(2):
+            step_to_the_end(engine, engine.add(PROMPT, 10))
+            assert not attic
+            bridge.reset("keep")
+            bridge.reset("keep")
+            assert len(attic) == 1
+    step_to_the_end(engine, engine.add(PROMPT, 10))
+    assert not attic
 
 
 def test_a_reset_by_others_is_noticed(engine: VllmEngineHarness) -> None:
