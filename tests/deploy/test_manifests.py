@@ -257,39 +257,6 @@ def test_the_image_has_no_engine_in_it_and_does_not_run_as_root() -> None:
     assert 'ENTRYPOINT ["kvctl-sidecar"]' in final
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's own wheel, as the Dockerfile builds it."""
-    out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(out), "."]
-    done = subprocess.run(command, cwd=DEPLOY.parent, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    return out
-
-
-def test_a_folder_on_pythonpath_is_all_that_a_stock_vllm_needs_to_find_the_bridge(wheel: Path, tmp_path: Path) -> None:
-    bundle = [sys.executable, str(DEPLOY / "docker/bridge_bundle.py"), str(wheel), str(tmp_path)]
-    done = subprocess.run(bundle, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert not list(tmp_path.glob("sidecar*")), "the engine process needs nothing of the sidecar"
-    look = (
-        "import importlib.metadata as m, sys\n"
-        "(found,) = m.entry_points(group='vllm.general_plugins', name='kvctl')\n"
-        "import engine_bridge\n"
-        "print(found.value, engine_bridge.__file__)\n"
-    )
-    # -S: without site-packages, so that nothing but the folder can answer.
-    seen = subprocess.run(
-        [sys.executable, "-S", "-c", look],
-        cwd=wheel,
-        env={"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert seen.stdout.split() == ["engine_bridge.plugin:register", str(tmp_path / "engine_bridge/__init__.py")]
-
-
 def test_a_folder_without_a_wheel_is_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "other-1.0.whl", "w") as other:
         other.writestr("x", "")
