@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -46,6 +47,7 @@ from sidecar.rpc.audit import STDOUT, AuditLog
 from sidecar.rpc.health import Health
 from sidecar.rpc.plain_http import Page, PlainHttp
 from sidecar.rpc.server import CannotListen, ServerSettings
+from sidecar.rpc.serving import Serving
 
 LOG: Final = logging.getLogger("kvctl.coordinator")
 
@@ -153,12 +155,10 @@ class Application:
         self._operations = Operations(self._store, discovery, channels, self._running, audit)
         self._roster = Roster(discovery, channels, self._metrics)
         self._health = Health(SERVICE)
-        server = rpc_server.build(settings)
         service = FleetAdmin(self._operations, discovery, channels)
-        fleet_pb2_grpc.add_FleetAdminServicer_to_server(service, server)
-        self._health.register(server)
-        rpc_server.add_reflection(server, settings)
-        bound = rpc_server.bind(server, settings)
+        add_service = functools.partial(fleet_pb2_grpc.add_FleetAdminServicer_to_server, service)
+        server = Serving(settings, [add_service, self._health.register])
+        bound = server.bind()
         http = PlainHttp({"/metrics": self._metrics_page, "/livez": self._livez, "/readyz": self._readyz})
         background: list[asyncio.Task[None]] = []
         try:
@@ -194,7 +194,6 @@ class Application:
             await asyncio.gather(*background, return_exceptions=True)
             await server.stop(_CLOSE_S)
             await http.close()
-            rpc_server.remove_unix_sockets(settings)
             if config.ready_file is not None:
                 config.ready_file.unlink(missing_ok=True)
         return 0

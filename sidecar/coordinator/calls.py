@@ -1,14 +1,17 @@
 """One call to one replica, and what became of it as a row of the fleet's result.
 
 Every function here takes an open channel and a time limit in seconds, and never raises for what a replica or the
-network did: that is a result like any other.
+network did: that is a result like any other. A mutation names the sidecar process it is meant for and the instant after
+which it must not begin (see `sidecar.rpc.late_calls`): the network may hold a call up for longer than its caller waits.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import grpc
 import grpc.aio
@@ -19,6 +22,8 @@ from sidecar.coordinator import outcomes
 from sidecar.coordinator.outcomes import Failure, MutationResult
 from sidecar.coordinator.port import Answer, Asked
 from sidecar.coordinator.targets import derive_request_id
+from sidecar.rpc import late_calls
+from sidecar.rpc.late_calls import Known
 
 KINDS: Final = {
     "reset": types_pb2.OPERATION_KIND_RESET,
@@ -29,9 +34,25 @@ KINDS: Final = {
 }
 """Field of OperationSpec -> kind of operation."""
 
+OTHER_INSTANCE: Final = "OTHER_INSTANCE"
 
 Metadata = tuple[tuple[str, str], ...]
 """Credentials that go with a call."""
+
+_TOLERATED_DOUBT: Final = 0.2
+"""Share of a call's time by which it may be taken for late too early; with more doubt the clock is asked for again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sidecar:
+    """Who answered over a channel."""
+
+    name: str
+    known: Known | None
+    """None: a sidecar that does not tell its clock."""
+
+
+_SIDECARS: Final[WeakKeyDictionary[grpc.aio.Channel, _Sidecar]] = WeakKeyDictionary()
 
 
 async def call_target(
@@ -44,20 +65,101 @@ async def call_target(
 ) -> Answer:
     """Run the operation on one replica, once.
 
-    `replica` is the name that request ids are derived from; a resume finds the lease of a fleet-wide pause by it.
+    `replica` is the name that request ids are derived from; a resume finds the lease of a fleet-wide pause by it. A
+    sidecar that was restarted meanwhile is asked who it is and called again.
     """
-    stub = replica_pb2_grpc.CacheAdminStub(channel)
     started = time.monotonic()
-    retry_after_s = 0.0
-    try:
-        row = outcomes.of_answer(await _invoke(stub, spec, request_id, replica, timeout_s, metadata))
-    except grpc.aio.AioRpcError as error:
-        failure = outcomes.read_failure(error)
-        retry_after_s = failure.retry_after_s
-        row = outcomes.of_failure(failure, sent=True)
+    deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+    sent, found = await _call(channel, spec, request_id, replica, deadline_ns, metadata)
+    if isinstance(found, Failure) and found.reason == OTHER_INSTANCE:
+        moved = await _ask_again(channel, deadline_ns, metadata)
+        sent, found = False, moved or found
+        if moved is None:
+            sent, found = await _call(channel, spec, request_id, replica, deadline_ns, metadata)
+    if isinstance(found, Failure):
+        row = outcomes.of_failure(found, sent=sent)
+        if found.reason == OTHER_INSTANCE:
+            row.execution = types_pb2.EXECUTION_NOT_EXECUTED
+    else:
+        row = outcomes.of_answer(found)
     row.request_id = request_id
     row.took.FromTimedelta(timedelta(seconds=time.monotonic() - started))
-    return Answer(row, retry_after_s)
+    return Answer(row, found.retry_after_s if isinstance(found, Failure) else 0.0)
+
+
+async def _call(
+    channel: grpc.aio.Channel,
+    spec: fleet_pb2.OperationSpec,
+    request_id: str,
+    replica: str,
+    deadline_ns: int,
+    metadata: Metadata,
+) -> tuple[bool, MutationResult | Failure]:
+    """Whether the call may have reached the sidecar, and what it came to."""
+    bound = await bound_in_time(channel, deadline_ns, metadata)
+    if isinstance(bound, Failure):
+        return False, bound
+    stub = replica_pb2_grpc.CacheAdminStub(channel)
+    try:
+        return True, await _invoke(stub, spec, request_id, replica, _left_s(deadline_ns), (*metadata, *bound))
+    except grpc.aio.AioRpcError as error:
+        return True, outcomes.read_failure(error)
+
+
+async def bound_in_time(channel: grpc.aio.Channel, deadline_ns: int, metadata: Metadata = ()) -> Metadata | Failure:
+    """Metadata by which a mutation over this channel does not begin after an instant of CLOCK_MONOTONIC here.
+
+    Asks the sidecar for its clock when that is not known, or not well enough; a Failure when it cannot be asked, and
+    the mutation must then not be sent.
+    """
+    sidecar = _SIDECARS.get(channel)
+    now_ns = time.monotonic_ns()
+    if sidecar is None:
+        try:
+            sidecar = _SIDECARS[channel] = (await _meet(channel, _left_s(deadline_ns), metadata))[1]
+        except grpc.aio.AioRpcError as error:
+            return outcomes.read_failure(error)
+    elif sidecar.known and sidecar.known.doubt_ns(now_ns) > (deadline_ns - now_ns) * _TOLERATED_DOUBT:
+        try:
+            met = (await _meet(channel, _left_s(deadline_ns), metadata))[1]
+        except grpc.aio.AioRpcError:
+            met = sidecar  # what is known errs to the safe side
+        if met.known and met.known.instance == sidecar.known.instance:
+            sidecar = _SIDECARS[channel] = _Sidecar(met.name, sidecar.known.or_better(met.known))
+    return sidecar.known.metadata(deadline_ns) if sidecar.known else ()
+
+
+async def _ask_again(channel: grpc.aio.Channel, deadline_ns: int, metadata: Metadata) -> Failure | None:
+    """Who is there now, after another process than the one that was meant has answered; None when it may be called."""
+    before = _SIDECARS.pop(channel, None)
+    try:
+        now = (await _meet(channel, _left_s(deadline_ns), metadata))[1]
+    except grpc.aio.AioRpcError as error:
+        return outcomes.read_failure(error)
+    if before is not None and before.name != now.name:
+        _SIDECARS[channel] = before  # so that no later try takes the one for the other
+        what = f"the replica {before.name} was here, and now {now.name} answers: nothing was done to it"
+        return Failure("UNAVAILABLE", OTHER_INSTANCE, what)
+    _SIDECARS[channel] = now
+    return None
+
+
+async def _meet(
+    channel: grpc.aio.Channel, timeout_s: float, metadata: Metadata
+) -> tuple[types_pb2.ReplicaInfo, _Sidecar]:
+    """GetReplica, and what its trailing metadata tells."""
+    sent_ns = time.monotonic_ns()
+    call = replica_pb2_grpc.CacheAdminStub(channel).GetReplica(
+        replica_pb2.GetReplicaRequest(), timeout=timeout_s, metadata=metadata
+    )
+    info = (await call).replica
+    heard_ns = time.monotonic_ns()
+    trailing = await call.trailing_metadata()
+    return info, _Sidecar(info.name, late_calls.learn(trailing, sent_ns, heard_ns))
+
+
+def _left_s(deadline_ns: int) -> float:
+    return max((deadline_ns - time.monotonic_ns()) / 1e9, 0.001)
 
 
 async def _invoke(
@@ -140,13 +242,10 @@ async def get_replica(
     to one replica of many and its retry to another. `timeout_s` is for both together; `waited_s`: time waited
     for it before, which the text of a failure counts in.
     """
-    stub = replica_pb2_grpc.CacheAdminStub(channel)
-    request = replica_pb2.GetReplicaRequest()
-    deadline = time.monotonic() + timeout_s
+    deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
     try:
-        first = (await stub.GetReplica(request, timeout=timeout_s, metadata=metadata)).replica
-        left_s = max(deadline - time.monotonic(), 0.001)
-        again = (await stub.GetReplica(request, timeout=left_s, metadata=metadata)).replica
+        first, met = await _meet(channel, timeout_s, metadata)
+        again, met_again = await _meet(channel, _left_s(deadline_ns), metadata)
     except grpc.aio.AioRpcError as error:
         return outcomes.unreachable(outcomes.read_failure(error), address, timeout_s + waited_s)
     if first.instance_id != again.instance_id:
@@ -155,6 +254,9 @@ async def get_replica(
             f"({first.name or first.instance_id} and {again.name or again.instance_id}). Give each sidecar's address."
         )
         return Failure("UNAVAILABLE", outcomes.NOT_A_SIDECAR, what)
+    if met.known and met_again.known:
+        met = _Sidecar(met.name, met.known.or_better(met_again.known))
+    _SIDECARS[channel] = met
     return first
 
 

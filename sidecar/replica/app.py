@@ -35,8 +35,10 @@ from sidecar.rpc import addresses, logs, tracing
 from sidecar.rpc import server as rpc_server
 from sidecar.rpc.addresses import Address
 from sidecar.rpc.health import Health
+from sidecar.rpc.late_calls import Instance
 from sidecar.rpc.plain_http import Page, PlainHttp
 from sidecar.rpc.server import CannotListen, ServerSettings
+from sidecar.rpc.serving import Serving
 from sidecar.rpc.tls import check_certificates, read_token
 
 LOG: Final = logging.getLogger("kvctl.sidecar")
@@ -135,12 +137,12 @@ class Application:
         self._operations = Operations(self._engines, audit, metrics, config.expect_engines)
         self._health = Health(SERVICE)
         self._metrics = metrics
-        server = rpc_server.build(settings)
-        service = CacheAdmin(config.name, config.labels, self._engines, self._operations, self._sampler, self._watchers)
-        service.register(server)
-        self._health.register(server)
-        rpc_server.add_reflection(server, settings)
-        bound = rpc_server.bind(server, settings)
+        instance = Instance.new()
+        service = CacheAdmin(
+            config.name, config.labels, instance, self._engines, self._operations, self._sampler, self._watchers
+        )
+        server = Serving(settings, [service.register, self._health.register], instance)
+        bound = server.bind()
         http = PlainHttp({"/metrics": self._metrics_page, "/livez": self._livez, "/readyz": self._readyz})
         metrics_at = await http.start(config.metrics) if config.metrics is not None else None
         await server.start()
@@ -170,7 +172,6 @@ class Application:
             await self._sampler.close()
             await self._engines.close()
             audit.close()
-            rpc_server.remove_unix_sockets(settings)
             if config.ready_file is not None:
                 config.ready_file.unlink(missing_ok=True)
         LOG.info("stopped")

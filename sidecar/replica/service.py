@@ -7,7 +7,6 @@ A handler reads the deadline first, checks the request against the rules, and ha
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Final, TypeVar, cast
 
@@ -29,6 +28,7 @@ from sidecar.rpc.auth import Role
 from sidecar.rpc.deadlines import Deadline
 from sidecar.rpc.errors import clean_text, failure
 from sidecar.rpc.interceptors import CALLER, Context
+from sidecar.rpc.late_calls import Instance
 
 SERVICE: Final = "kvctl.v1.CacheAdmin"
 
@@ -63,15 +63,16 @@ class CacheAdmin:
         self,
         name: str,
         labels: Mapping[str, str],
+        instance: Instance,
         engines: EngineSet,
         operations: Operations,
         sampler: Sampler,
         watchers: Watchers,
     ) -> None:
-        """`name` and `labels` are given to the sidecar by whoever runs it."""
+        """`name` and `labels` are given to the sidecar by whoever runs it; `instance` is this process."""
         self._name = name
         self._labels = dict(labels)
-        self._instance_id = uuid.uuid4().hex
+        self._instance = instance
         self._started_at = time.time()
         self._engines = engines
         self._operations = operations
@@ -166,12 +167,14 @@ class CacheAdmin:
         return api.GetReplicaResponse(
             replica=types_pb2.ReplicaInfo(
                 name=self._name,
-                instance_id=self._instance_id,
+                instance_id=self._instance.id,
                 labels=self._labels,
                 version=__version__,
                 engines=[describe(engine) for engine in self._engines.engines()],
                 started_at=_timestamp(self._started_at),
-            )
+                now=_timestamp(time.time()),
+            ),
+            clock_ns=time.monotonic_ns(),
         )
 
     async def GetOperation(self, request: api.GetOperationRequest, context: Context) -> api.GetOperationResponse:  # noqa: N802
@@ -234,6 +237,7 @@ def describe(engine: EngineBackend) -> types_pb2.EngineInfo:
     found.block_size = facts.block_size
     found.blocks = facts.blocks
     found.prefix_caching_enabled = facts.prefix_caching
+    found.data_parallel_size = facts.data_parallel_size
     found.capabilities.extend(
         types_pb2.Capability(name=clean_text(name, 64), available=not reason, reason=clean_text(reason, 300))
         for name, reason in sorted(facts.capabilities.items())

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from sidecar.rpc.late_calls import NOT_AFTER_NS
+
 DEFAULT_BUDGET_S: Final = 30.0
 """Budget of a call that came without a deadline, seconds."""
 
@@ -42,9 +44,13 @@ class Deadline:
 
     @classmethod
     def of_call(cls, context: Timed, default_s: float = DEFAULT_BUDGET_S) -> Deadline:
-        """The caller's deadline. Call this first thing in a handler."""
+        """The caller's deadline. Call this first thing in a handler. The length of time that came with the call begins
+        anew at its arrival, so the instant that its caller named, if it did, comes first (see `late_calls`).
+        """
         remaining = context.time_remaining()
-        return cls.after(default_s if remaining is None else remaining)
+        counted = cls.after(default_s if remaining is None else remaining)
+        named_ns = NOT_AFTER_NS.get()
+        return counted if named_ns is None else cls(min(named_ns, counted.at_ns))
 
     def remaining(self) -> float:
         """Seconds left, never negative."""

@@ -156,9 +156,9 @@ class AbortableContext(Protocol):
         """Raise through the handler and answer with this status."""
 
 
-async def abort(context: AbortableContext, error: Failure) -> NoReturn:
-    """End a call with this error."""
-    await context.abort(error.code, clean_text(error.message), trailing_metadata(error))
+async def abort(context: AbortableContext, error: Failure, more: tuple[tuple[str, str | bytes], ...] = ()) -> NoReturn:
+    """End a call with this error; `more` goes along in the trailing metadata."""
+    await context.abort(error.code, clean_text(error.message), (*trailing_metadata(error), *more))
 
 
 def _error_info(error: Failure) -> error_details_pb2.ErrorInfo:

@@ -1,8 +1,10 @@
 """What happens around every call, on every server here, in one interceptor.
 
-Order: does the method exist, may the caller use it, is there room, run it, and turn whatever comes out into one kind of
-error. An exception that escapes a grpc.aio handler reaches the caller as UNKNOWN with a Python repr; an escaping
-CancelledError can leave the caller waiting for good; a method that a server does not serve has no details at all.
+Order: does the method exist, may the caller use it, does it come in time, can the request be read, is there room, run
+it, and turn whatever comes out into one kind of error. Left to gRPC, half of these end without details: a request that
+cannot be parsed, one that is too large, a call without a message. So handlers are given bytes, whatever the method, and
+everything is read and refused here. An exception that escapes a grpc.aio handler reaches the caller as UNKNOWN with a
+Python repr, and an escaping CancelledError can leave the caller waiting for good.
 """
 
 from __future__ import annotations
@@ -13,18 +15,23 @@ import contextvars
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Final, NoReturn, Protocol, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, NoReturn, Protocol, cast
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from sidecar.rpc import tracing
 from sidecar.rpc.auth import OPEN_METHODS, Authorizer, Caller
+from sidecar.rpc.channels import MAX_MESSAGE_BYTES
 from sidecar.rpc.errors import AbortableContext, Failure, abort, failure
+from sidecar.rpc.late_calls import NOT_AFTER_NS, Instance
 
 LOG: Final = logging.getLogger("kvctl.rpc")
+
+MAX_METADATA_BYTES: Final = 16 * 1024
+"""Largest metadata accepted with a call, counted as HTTP/2 does: 32 bytes more an entry."""
 
 CALLER: Final[contextvars.ContextVar[Caller]] = contextvars.ContextVar("caller")
 """Who made the call that the running handler serves."""
@@ -45,6 +52,9 @@ class Context(AbortableContext, Protocol):
     def time_remaining(self) -> float | None:
         """Seconds until the caller's deadline; None without one."""
 
+    def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> None:
+        """What goes with the status at the end."""
+
     async def write(self, message: Message) -> None:
         """Send one message of a stream."""
 
@@ -52,13 +62,27 @@ class Context(AbortableContext, Protocol):
 UnaryHandler = Callable[[Message, Context], Awaitable[Message]]
 WritingHandler = Callable[[Message, Context], Awaitable[None]]
 StreamHandler = Callable[[Message, Context], AsyncIterator[Message]]
+Handler = UnaryHandler | WritingHandler
+Deserializer = Callable[[bytes], Message]
+RawHandler = Callable[[AsyncIterator[bytes], Context], Awaitable[Any]]
+"""Takes what a caller sent as it came; grpc.aio's context of the same call answers."""
 
 
 class Gate(grpc.aio.ServerInterceptor):
     """Access, limits and errors of one server."""
 
-    def __init__(self, authorizer: Authorizer, *, max_calls: int = 256, spans: tracing.SpanMaker | None = None) -> None:
-        """At most `max_calls` calls run at once, watches included; more are RESOURCE_EXHAUSTED at once."""
+    def __init__(
+        self,
+        authorizer: Authorizer,
+        *,
+        max_calls: int = 256,
+        spans: tracing.SpanMaker | None = None,
+        instance: Instance | None = None,
+    ) -> None:
+        """At most `max_calls` calls run at once, watches included; more are RESOURCE_EXHAUSTED at once. `instance`: the
+        process that this server is, see `late_calls`; None draws one.
+        """
+        self.instance: Final = instance or Instance.new()
         self._authorizer = authorizer
         self._span = spans or _no_span
         self._max_calls = max_calls
@@ -73,86 +97,56 @@ class Gate(grpc.aio.ServerInterceptor):
         method: str = handler_call_details.method
         handler = await continuation(handler_call_details)
         if handler is None:
-            return grpc.unary_unary_rpc_method_handler(_refusing(_method_not_served(method)))
+            return _taking_bytes(self._refusing(_method_not_served(method)))
         if handler.request_streaming:
             # Only reflection streams requests; it is registered on loopback only and sees no certificates.
             try:
                 self._authorizer.authorize(method, handler_call_details.invocation_metadata or (), {})
             except Failure as error:
-                return grpc.unary_unary_rpc_method_handler(_refusing(error))
+                return _taking_bytes(self._refusing(error))
             return handler
-        if handler.response_streaming:
-            wrapped: StreamHandler | WritingHandler
-            if inspect.isasyncgenfunction(handler.unary_stream):
-                wrapped = self._stream(method, cast("StreamHandler", handler.unary_stream))
-            else:
-                wrapped = self._writing(method, cast("WritingHandler", handler.unary_stream))
-            return grpc.unary_stream_rpc_method_handler(
-                wrapped,  # grpc.aio takes both kinds
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        unary = cast("UnaryHandler", handler.unary_unary)
-        return grpc.unary_unary_rpc_method_handler(
-            self._unary(method, unary), handler.request_deserializer, handler.response_serializer
-        )
+        read = cast("Deserializer", handler.request_deserializer)
+        if not handler.response_streaming:
+            unary = cast("UnaryHandler", handler.unary_unary)
+            return _taking_bytes(self._serving(method, read, unary), handler.response_serializer)
+        writing = cast("WritingHandler", handler.unary_stream)
+        if inspect.isasyncgenfunction(handler.unary_stream):
+            writing = _writing(cast("StreamHandler", handler.unary_stream))
+        return _taking_bytes(self._serving(method, read, writing), handler.response_serializer, streaming=True)
 
-    def _unary(self, method: str, inner: UnaryHandler) -> UnaryHandler:
-        async def call(request: Message, context: Context) -> Message:
+    def _serving(self, method: str, read: Deserializer, inner: Handler) -> RawHandler:
+        async def call(sent: AsyncIterator[bytes], context: Context) -> Message | None:
             began = time.monotonic()
-            self._calls += 1
+            counted = False
             try:
                 self._admit(method, context)
+                raw = await anext(aiter(sent), None)
+                self._calls += 1
+                counted = True
+                self._make_room(method)
+                request = _read(method, read, raw)
                 with self._span(method):
                     answer = await inner(request, context)
+                context.set_trailing_metadata(self.instance.trailing())
             except BaseException as raised:  # noqa: BLE001 - nothing may escape a handler, see the module's docstring
-                await _end(method, context, began, raised)
+                await self._end(method, context, began, raised)
             finally:
-                self._calls -= 1
+                self._calls -= counted
             _log_call(method, context, began, None)
             return answer
 
         return call
 
-    def _stream(self, method: str, inner: StreamHandler) -> StreamHandler:
-        async def call(request: Message, context: Context) -> AsyncIterator[Message]:
-            began = time.monotonic()
-            self._calls += 1
-            try:
-                self._admit(method, context)
-                async for message in inner(request, context):
-                    yield message
-            except GeneratorExit:
-                raise
-            except BaseException as raised:  # noqa: BLE001 - nothing may escape a handler, see the module's docstring
-                await _end(method, context, began, raised)
-            finally:
-                self._calls -= 1
-            _log_call(method, context, began, None)
-
-        return call
-
-    def _writing(self, method: str, inner: WritingHandler) -> WritingHandler:
-        """A streaming handler that writes to the context itself."""
-
-        async def call(request: Message, context: Context) -> None:
-            began = time.monotonic()
-            self._calls += 1
-            try:
-                self._admit(method, context)
-                await inner(request, context)
-            except BaseException as raised:  # noqa: BLE001 - nothing may escape a handler, see the module's docstring
-                await _end(method, context, began, raised)
-            finally:
-                self._calls -= 1
-            _log_call(method, context, began, None)
-
-        return call
-
     def _admit(self, method: str, context: Context) -> None:
         metadata = context.invocation_metadata() or ()
+        size = sum(len(key) + len(value) + 32 for key, value in metadata)
+        if size > MAX_METADATA_BYTES:
+            raise _too_large(method, "metadata", size, MAX_METADATA_BYTES)
         CALLER.set(self._authorizer.authorize(method, metadata, context.auth_context()))
         tracing.TRACE_PARENT.set(tracing.read(metadata))
+        NOT_AFTER_NS.set(self.instance.check(method, metadata))
+
+    def _make_room(self, method: str) -> None:
         if self._calls > self._max_calls and method not in OPEN_METHODS:
             raise failure(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -161,23 +155,70 @@ class Gate(grpc.aio.ServerInterceptor):
                 retry_after=1.0,
             )
 
+    def _refusing(self, error: Failure) -> RawHandler:
+        async def refuse(_sent: AsyncIterator[bytes], context: Context) -> NoReturn:
+            await abort(context, error, self.instance.trailing())
+
+        return refuse
+
+    async def _end(self, method: str, context: Context, began: float, raised: BaseException) -> NoReturn:
+        error = _as_failure(method, raised)
+        _log_call(method, context, began, error)
+        # Raises; when the caller has gone meanwhile, it raises what gRPC itself takes as the end of the call.
+        await abort(context, error, self.instance.trailing())
+
+
+def _taking_bytes(
+    handler: RawHandler, serializer: Callable[[Message], bytes] | None = None, *, streaming: bool = False
+) -> grpc.RpcMethodHandler[Message, Message]:
+    """A method that is given what was sent, unread. As a stream: a unary call without a message has no answer."""
+    if streaming:
+        return grpc.stream_stream_rpc_method_handler(cast("Any", handler), None, serializer)
+    return grpc.stream_unary_rpc_method_handler(cast("Any", handler), None, serializer)
+
+
+def _writing(inner: StreamHandler) -> WritingHandler:
+    """An asynchronous generator as a handler that writes to the context itself."""
+
+    async def write_all(request: Message, context: Context) -> None:
+        async with contextlib.aclosing(cast("AsyncGenerator[Message, None]", inner(request, context))) as messages:
+            async for message in messages:
+                await context.write(message)
+
+    return write_all
+
+
+def _read(method: str, read: Deserializer, raw: bytes | None) -> Message:
+    if raw is None:
+        raise _unreadable(method, "the call ended without a message")
+    if len(raw) > MAX_MESSAGE_BYTES:
+        raise _too_large(method, "request", len(raw), MAX_MESSAGE_BYTES)
+    try:
+        return read(raw)
+    except DecodeError as error:
+        raise _unreadable(method, f"its {len(raw)} bytes are not a message of this method") from error
+
+
+def _unreadable(method: str, why: str) -> Failure:
+    return failure(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "UNREADABLE_MESSAGE",
+        f"the request of {method} cannot be read: {why}; nothing was done",
+        metadata={"method": method},
+    )
+
+
+def _too_large(method: str, what: str, size: int, limit: int) -> Failure:
+    return failure(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "MESSAGE_TOO_LARGE",
+        f"the {what} of {method} is {size} bytes long; this server takes {limit}. Nothing was done",
+        metadata={"method": method, "limit": str(limit)},
+    )
+
 
 def _no_span(_name: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
-
-
-def _refusing(error: Failure) -> Callable[[Message, Context], Awaitable[NoReturn]]:
-    async def refuse(_request: Message, context: Context) -> NoReturn:
-        await abort(context, error)
-
-    return refuse
-
-
-async def _end(method: str, context: Context, began: float, raised: BaseException) -> NoReturn:
-    error = _as_failure(method, raised)
-    _log_call(method, context, began, error)
-    # Raises; when the caller has gone meanwhile, it raises what gRPC itself takes as the end of the call.
-    await abort(context, error)
 
 
 def _method_not_served(method: str) -> Failure:

@@ -20,11 +20,12 @@ from sidecar.rpc import addresses, tracing
 from sidecar.rpc.addresses import Address
 from sidecar.rpc.auth import Authorizer
 from sidecar.rpc.channels import MAX_MESSAGE_BYTES, SERVER_LEAST_PING_INTERVAL_MS
-from sidecar.rpc.interceptors import Gate
+from sidecar.rpc.interceptors import MAX_METADATA_BYTES, Gate
+from sidecar.rpc.late_calls import Instance
 from sidecar.rpc.tls import ServerTls
 
-MAX_METADATA_BYTES: Final = 16 * 1024
-"""Largest metadata accepted with a call."""
+_HARD_LIMIT: Final = 4
+"""What gRPC itself takes, in multiples of what the gate takes: between the two a refusal has its details."""
 
 
 class CannotListen(OSError):  # noqa: N818 - read as a sentence
@@ -72,16 +73,25 @@ def check_free(settings: ServerSettings) -> None:
             raise CannotListen(why)
 
 
-def build(settings: ServerSettings) -> grpc.aio.Server:
-    """A server without services and addresses yet. Belongs to the running loop."""
+def gate(settings: ServerSettings, instance: Instance | None = None) -> Gate:
+    """What every call of a server passes through."""
+    return Gate(settings.authorizer, max_calls=settings.max_calls, spans=settings.spans, instance=instance)
+
+
+def build(settings: ServerSettings, passing: Gate | None = None) -> grpc.aio.Server:
+    """A server without services and addresses yet, whose calls pass the gate; None makes one. Belongs to the running
+    loop.
+    """
     check_exposure(settings)
     return grpc.aio.server(
-        interceptors=[Gate(settings.authorizer, max_calls=settings.max_calls, spans=settings.spans)],
+        interceptors=[passing or gate(settings)],
         options=[
             ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", _HARD_LIMIT * MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            # Two limits, and between them gRPC refuses at random: one number for both.
+            ("grpc.max_metadata_size", _HARD_LIMIT * MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", _HARD_LIMIT * MAX_METADATA_BYTES),
             ("grpc.max_concurrent_streams", settings.max_calls + 64),
             ("grpc.keepalive_time_ms", 60_000),
             ("grpc.keepalive_timeout_ms", 20_000),

@@ -256,7 +256,7 @@ def test_a_method_that_does_not_exist_has_details_too(replica):
     with replica.sidecar.channel() as channel, failing() as caught:
         channel.unary_unary("/kvctl.v1.CacheAdmin/NotYet")(b"", timeout=3)
     assert (caught[0].code, caught[0].reason) == (Code.UNIMPLEMENTED, "METHOD_NOT_SERVED")
-    assert caught[0].metadata["method"] == "/kvctl.v1.CacheAdmin/NotYet"
+    assert "one version" in caught[0].message
 
 
 def test_the_fleet_service_is_not_mistaken_for_ours(replica):
