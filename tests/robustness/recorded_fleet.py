@@ -58,6 +58,7 @@ class RecordedFleet:
         self.refusal: errors.Failure | None = None
         """How the last `start` was refused."""
         self._from_ns = 0
+        self._incarnations: dict[tuple[str, str], str] = {}
         for index in range(replicas):
             name = f"r{index}"
             self.replicas[name] = ReplicaUnderTest(folder, name, self.network, self.fault, security)
@@ -128,6 +129,8 @@ class RecordedFleet:
                 max_unavailable=max_unavailable,
             )
         )
+        for name, replica in self.replicas.items():
+            self._incarnations[operation_id, name] = replica.engine.incarnation
         request = fleet_pb2.StartOperationRequest(operation_id=operation_id, spec=spec)
         self.refusal = None
         self._until_answered(lambda: self.coordinator.stub.StartOperation(request, timeout=10))
@@ -188,7 +191,7 @@ class RecordedFleet:
         for row in self.look(operation_id).results:
             known = row
             if row.outcome == fleet_pb2.TARGET_OUTCOME_UNKNOWN:
-                known = self.replicas[row.replica].ask(row)
+                known = self.replicas[row.replica].ask(row, self._incarnations[operation_id, row.replica])
             rows.append(_row(known))
         self.tape.write(Told(at_ns=now_ns(), operation_id=operation_id, rows=rows, final=True))
         return rows

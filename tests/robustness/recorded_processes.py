@@ -117,12 +117,16 @@ class ReplicaUnderTest:
         self.sidecar.kill()
 
     def stop_engine(self) -> None:
+        if self.engine.process.poll() is not None:
+            return
         self._on_fault("stop", f"{self.name} engine")
         self.engine.freeze()
         self._engine_stopped = True
         wait_until(lambda: stopped(self.engine.pid), START_S)
 
     def stop_sidecar(self) -> None:
+        if not self.sidecar.alive:
+            return
         self._on_fault("stop", f"{self.name} sidecar")
         self.sidecar.stop()
 
@@ -135,11 +139,25 @@ class ReplicaUnderTest:
         self.sidecar.go_on()
         self._on_fault("continue", f"{self.name} sidecar")
 
+    def wait_held(self, seconds: float) -> bool:
+        """Whether the engine comes to the point where it is to be held."""
+        try:
+            self.engine.do("wait_held", seconds=seconds)
+        except RuntimeError:
+            return False
+        return True
+
+    def let_go(self) -> None:
+        """Whatever holds the engine does so no more; one that is stopped or dead hears it when it is mended."""
+        if self.engine.process.poll() is None and not self._engine_stopped:
+            self.engine.do("let_go")
+
     def replace(self) -> None:
         """Another replica under the same name and address: engine, sidecar and directory are new."""
         self._on_fault("replace", self.name)
         self.sidecar.kill()
         self.engine.kill()
+        self._engine_stopped = False
         self._engines += 1
         self._engine_dir = self.folder / f"e{self._engines}"
         self.start_engine()
@@ -157,8 +175,7 @@ class ReplicaUnderTest:
             self.continue_engine()
         if self.engine.process.poll() is not None:
             self.start_engine()
-        else:
-            self.engine.do("let_go")
+        self.let_go()
         if not self.sidecar.alive:
             self.start_sidecar()
         elif self.sidecar.stopped:
@@ -175,31 +192,34 @@ class ReplicaUnderTest:
 
     # --- past the proxy ------------------------------------------------------------------------------------------
 
-    def ask(self, row: fleet_pb2.TargetResult) -> fleet_pb2.TargetResult:
-        """What the sidecar knows of a request whose answer was lost. It must be well, and so must its engine."""
+    def ask(self, row: fleet_pb2.TargetResult, incarnation: str) -> fleet_pb2.TargetResult:
+        """What the sidecar knows of a request whose answer was lost, and which an engine of this incarnation may have
+        run. It must be well, and so must its engine.
+        """
         answers: list[fleet_pb2.TargetResult] = []
-        request = replica_pb2.GetOperationRequest(request_id=row.request_id)
 
         def settled() -> bool:
-            with channels.connect_blocking(addresses.parse(self.sidecar.address), self._security) as channel:
-                stub = replica_pb2_grpc.CacheAdminStub(channel)
-                try:
-                    known = outcomes.of_record(stub.GetOperation(request, timeout=START_S))
-                except grpc.RpcError as error:
-                    if error.code() != grpc.StatusCode.NOT_FOUND:
-                        raise
-                    known = fleet_pb2.TargetResult(
-                        outcome=fleet_pb2.TARGET_OUTCOME_FAILED,
-                        code="DEADLINE_EXCEEDED",
-                        reason="NOT_EXECUTED",
-                        execution=types_pb2.EXECUTION_NOT_EXECUTED,
-                    )
-            answers[:] = [known] if known is not None else []
+            record = self._record(row.request_id)
+            if record is None:
+                answers[:] = [row if incarnation != self.engine.incarnation else _never_executed()]
+            elif (known := outcomes.of_record(record)) is not None:
+                answers[:] = [known]
             return bool(answers)
 
         wait_until(settled, START_S, self.sidecar.log)
         answers[0].replica, answers[0].request_id = row.replica, row.request_id
         return answers[0]
+
+    def _record(self, request_id: str) -> replica_pb2.GetOperationResponse | None:
+        """None when it does not know the id."""
+        with channels.connect_blocking(addresses.parse(self.sidecar.address), self._security) as channel:
+            stub = replica_pb2_grpc.CacheAdminStub(channel)
+            try:
+                return stub.GetOperation(replica_pb2.GetOperationRequest(request_id=request_id), timeout=START_S)
+            except grpc.RpcError as error:
+                if error.code() != grpc.StatusCode.NOT_FOUND:
+                    raise
+                return None
 
     def _engine_connected(self) -> bool:
         with channels.connect_blocking(addresses.parse(self.sidecar.address), self._security) as channel:
@@ -208,6 +228,15 @@ class ReplicaUnderTest:
         return any(
             engine.connected and engine.engine.incarnation == self.engine.incarnation for engine in found.engines
         )
+
+
+def _never_executed() -> fleet_pb2.TargetResult:
+    return fleet_pb2.TargetResult(
+        outcome=fleet_pb2.TARGET_OUTCOME_FAILED,
+        code="DEADLINE_EXCEEDED",
+        reason="NOT_EXECUTED",
+        execution=types_pb2.EXECUTION_NOT_EXECUTED,
+    )
 
 
 class CoordinatorUnderTest:
@@ -242,6 +271,8 @@ class CoordinatorUnderTest:
         self.process.process.wait(START_S)
 
     def stop(self) -> None:
+        if not self.process.alive:
+            return
         self._on_fault("stop", "coordinator")
         self.process.stop()
 

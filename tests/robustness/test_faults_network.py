@@ -23,6 +23,7 @@ def held(fleet: RecordedFleet, point: str = AFTER_EFFECT, timeout_s: int = 60, m
     """An operation whose call to r0 is under way: r0's engine is held. With `max_unavailable` r1 has not been called
     yet, and is known to be there.
     """
+    fleet.wait_reached()
     engine = fleet.replicas["r0"].engine
     engine.do("hold_at", point=point)
     operation_id = fleet.start(timeout_s, max_unavailable=max_unavailable)
@@ -112,13 +113,15 @@ def test_a_call_that_a_network_keeps_beyond_its_deadline_is_never_executed(loade
     r1 = loaded_fleet.replicas["r1"]
     r1.break_network("black hole", lambda proxy: proxy.black_hole())
     loaded_fleet.replicas["r0"].engine.do("let_go")
+    wait_until(lambda: r1.proxy.kept("forth") > 0, LONG_S)
+    # What comes later, such as "forget that call", comes even later.
+    r1.proxy.black_hole()
     assert loaded_fleet.end(operation_id).results[1].outcome != SUCCEEDED
-    assert r1.proxy.kept_bytes > 0, "the call is on its way"
-    over_ns = now_ns() + 100_000_000
+    over_ns = loaded_fleet.latest_start(operation_id, "r1")
     wait_until(lambda: now_ns() > over_ns, LONG_S)
-    r1.proxy.mend()
-    wait_until(lambda: r1.proxy.kept_bytes == 0, LONG_S)
+    r1.proxy.release_first_lot()
+    wait_until(lambda: r1.proxy.kept("back") > 0, LONG_S)
     loaded_fleet.mend()
     loaded_fleet.load(2)
-    assert loaded_fleet.settle(operation_id)[1].execution == "not_executed"
     loaded_fleet.check()
+    assert loaded_fleet.settle(operation_id)[1].execution == "not_executed"
