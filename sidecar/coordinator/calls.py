@@ -133,9 +133,12 @@ async def _ask_again(channel: grpc.aio.Channel, deadline_ns: int, metadata: Meta
     """Who is there now, after another process than the one that was meant has answered; None when it may be called."""
     before = _SIDECARS.pop(channel, None)
     try:
-        now = (await _meet(channel, _left_s(deadline_ns), metadata))[1]
+        first, now = await _meet(channel, _left_s(deadline_ns), metadata)
+        again, _ = await _meet(channel, _left_s(deadline_ns), metadata)
     except grpc.aio.AioRpcError as error:
         return outcomes.read_failure(error)
+    if first.instance_id != again.instance_id:
+        return _load_balancer("this address", first, again)
     if before is not None and before.name != now.name:
         _SIDECARS[channel] = before  # so that no later try takes the one for the other
         what = f"the replica {before.name} was here, and now {now.name} answers: nothing was done to it"
@@ -234,30 +237,44 @@ async def cancel_operation(
 
 
 async def get_replica(
-    channel: grpc.aio.Channel, address: str, timeout_s: float, metadata: Metadata = (), waited_s: float = 0.0
+    channel: grpc.aio.Channel,
+    address: str,
+    timeout_s: float,
+    metadata: Metadata = (),
+    waited_s: float = 0.0,
+    *,
+    to_call_it: bool = False,
 ) -> types_pb2.ReplicaInfo | Failure:
     """Who answers at an address; a Failure in words when nobody does, or somebody who is no sidecar.
 
     Asked twice: two answers by two sidecars mean that a load balancer stands between, which would hand an operation
-    to one replica of many and its retry to another. `timeout_s` is for both together; `waited_s`: time waited
-    for it before, which the text of a failure counts in.
+    to one replica of many and its retry to another. `to_call_it`: once is enough for a sidecar that refuses calls meant
+    for another one. `timeout_s` is for both together; `waited_s`: time waited for it before, which the text of a
+    failure counts in.
     """
     deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
     try:
         first, met = await _meet(channel, timeout_s, metadata)
+        if to_call_it and met.known:
+            _SIDECARS[channel] = met
+            return first
         again, met_again = await _meet(channel, _left_s(deadline_ns), metadata)
     except grpc.aio.AioRpcError as error:
         return outcomes.unreachable(outcomes.read_failure(error), address, timeout_s + waited_s)
     if first.instance_id != again.instance_id:
-        what = (
-            f"{address} is a load balancer: two calls were answered by two replicas "
-            f"({first.name or first.instance_id} and {again.name or again.instance_id}). Give each sidecar's address."
-        )
-        return Failure("UNAVAILABLE", outcomes.NOT_A_SIDECAR, what)
+        return _load_balancer(address, first, again)
     if met.known and met_again.known:
         met = _Sidecar(met.name, met.known.or_better(met_again.known))
     _SIDECARS[channel] = met
     return first
+
+
+def _load_balancer(address: str, one: types_pb2.ReplicaInfo, other: types_pb2.ReplicaInfo) -> Failure:
+    what = (
+        f"{address} is a load balancer: two calls were answered by two replicas "
+        f"({one.name or one.instance_id} and {other.name or other.instance_id}). Give each sidecar's address."
+    )
+    return Failure("UNAVAILABLE", outcomes.NOT_A_SIDECAR, what)
 
 
 async def get_admission(

@@ -75,7 +75,8 @@ class GrpcReplicas:
             started = time.monotonic()
             async with self._channels.lease(_target(aim)) as channel:
                 limit = min(CONNECT_TIMEOUT_S, timeout_s)
-                found = await calls.get_replica(channel, aim.address, limit, self._channels.metadata(), waited_s)
+                metadata = self._channels.metadata()
+                found = await calls.get_replica(channel, aim.address, limit, metadata, waited_s, to_call_it=True)
             if isinstance(found, Failure):
                 return _not_called(found, time.monotonic() - started + waited_s)
             self._identities[aim.address] = info = found

@@ -16,6 +16,7 @@ from kvctl.v1 import replica_pb2, replica_pb2_grpc, types_pb2
 
 from sidecar.rpc import errors
 from sidecar.rpc.errors import failure
+from sidecar.rpc.late_calls import Instance
 
 Script = Callable[[str], Awaitable[None]]
 
@@ -44,6 +45,9 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         self.renewals: list[replica_pb2.RenewPauseRequest] = []
         self.identity_calls = 0
         self.rotate_identity = False
+        """Every question is answered by another one: a load balancer."""
+        self.tells_instance = False
+        """As sidecars do: its answers name it, and what is meant for another one is refused."""
         self.metadata: list[tuple[str, str]] = []
         self.order: list[str] | None = None
 
@@ -55,6 +59,13 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
     async def _guard(self, kind: str, request, context):
         self.requests.append(request)
         self.metadata = [(k, v) for k, v in context.invocation_metadata()]
+        if self.tells_instance:
+            # Behind a load balancer the next call meets another one, too.
+            here = Instance(uuid.uuid4().hex if self.rotate_identity else self.instance_id)
+            try:
+                here.check(kind, self.metadata)
+            except errors.Failure as refusal:
+                await errors.abort(context, refusal)
         if self.before:
             await self.before(kind)
         if self.lose_calls:
@@ -77,7 +88,9 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         self.identity_calls += 1
         info = types_pb2.ReplicaInfo(name=self.name, instance_id=self.instance_id, labels=self.labels, version="0.1.0")
         if self.rotate_identity:
-            info.instance_id = uuid.uuid4().hex
+            info.instance_id = self.instance_id = uuid.uuid4().hex
+        if self.tells_instance:
+            context.set_trailing_metadata(Instance(self.instance_id).trailing())
         for rank in range(self.engines):
             info.engines.add(
                 engine=types_pb2.EngineRef(data_parallel_rank=rank, incarnation="ab" * 16),

@@ -210,6 +210,25 @@ async def test_a_load_balancer_is_found_out_and_nothing_is_called_through_it() -
     assert fake.effects == []
 
 
+async def test_a_load_balancer_of_sidecars_that_refuse_each_others_calls_is_found_out_too() -> None:
+    fake = FakeSidecar("r0")
+    fake.rotate_identity = fake.tells_instance = True
+    async with serving(fake) as [address]:
+        operation = await run([Target(address, name="balanced")])
+    assert operation.results[0].reason == "NOT_A_SIDECAR"
+    assert "load balancer" in operation.results[0].message
+    assert fake.effects == []
+
+
+async def test_a_sidecar_that_refuses_what_is_meant_for_another_is_asked_once_who_it_is() -> None:
+    fake = FakeSidecar("r0")
+    fake.tells_instance = True
+    async with serving(fake) as [address]:
+        operation = await run([Target(address, name="r0")])
+    assert operation.state == fleet_pb2.OPERATION_STATE_SUCCEEDED
+    assert (len(fake.effects), fake.identity_calls) == (1, 1)
+
+
 async def test_nobody_listening_is_unreachable_and_was_not_executed() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
