@@ -37,6 +37,8 @@ class Layer:
         self._body = body
         self._mine: dict[Callable[..., Any], object] = {}
         """What was laid -> the instance's attribute that it covered."""
+        self._last: object = None
+        """What was laid last: where it still lies on top, as nearly always, there is nothing to look into."""
         self._active = False
         self._inside = 0
         """The thread that is inside; an engine in its caller's process is called by several."""
@@ -49,19 +51,23 @@ class Layer:
 
     def lay(self) -> None:
         """Be in force: on top, unless somebody insists on lying above. RuntimeError when the owner does not let us."""
-        covered = vars(self._owner).get(self._name, _ABSENT)
+        covered = self._owner.__dict__.get(self._name, _ABSENT)
+        if covered is self._last and self._active:
+            return
         self._active = True
         if covered in self._mine:
             return
-        if len(self._mine) >= MOST_LAYERS:
+        mine = next((mine for mine, was in self._mine.items() if was is covered), None)
+        if mine is None and len(self._mine) >= MOST_LAYERS:
             self._warn()
             return
-        mine = self._over(covered)
+        mine = mine or self._over(covered)
         setattr(self._owner, self._name, mine)
         if vars(self._owner).get(self._name) is not mine:
             self._active = False
             raise RuntimeError(f"{type(self._owner).__name__}.{self._name} cannot be laid over: it stays what it was")
         self._mine[mine] = covered
+        self._last = mine
 
     def lift(self) -> None:
         """Be out of force. What others laid over ours stays, and ours beneath it passes everything through."""
@@ -76,9 +82,10 @@ class Layer:
     def _over(self, covered: Any) -> Callable[..., Any]:
         body = self._body
         beneath = self._of_class if covered is _ABSENT else covered
+        this_thread = threading.get_ident
 
         def laid_over(*args: Any, **kwargs: Any) -> Any:
-            thread = threading.get_ident()
+            thread = this_thread()
             if not self._active or self._inside == thread:
                 return beneath(*args, **kwargs)
             self._inside = thread

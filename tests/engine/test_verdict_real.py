@@ -21,6 +21,7 @@ import pytest
 
 from engine_bridge.engine import evidence as reading
 from engine_bridge.engine import guards, relief
+from engine_bridge.engine.in_force import Layer
 from engine_bridge.engine.scheduler import Steps
 from engine_bridge.page import Counters, Phase
 from sidecar.backends.bridge.directory import EngineDirectory
@@ -44,7 +45,7 @@ class SchedulerTape(Tape):
         engine = SimpleNamespace(scheduler=world.scheduler, model_executor=SimpleNamespace(is_sleeping=False))
         self._engine = engine
         self._steps = Steps(engine)
-        world.scheduler.schedule = self._steps.count_schedule(world.scheduler.schedule)
+        Layer(world.scheduler, "schedule", self._steps.count_schedule).lay()
         self._guards = guards.install(world.scheduler)
         self.page.blocks_total = world.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
 

@@ -2,84 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from engine_bridge import dispatcher as module
 from engine_bridge import protocol
-from engine_bridge.dispatcher import RECORDED_OUTCOMES, SLICE_NS, Dispatcher
-from engine_bridge.port import Work
+from engine_bridge.dispatcher import RECORDED_OUTCOMES, SLICE_NS
 from tests.fake_engine.client import new_id
-from tests.fake_engine.model import FakeEngine
-
-SECOND = 10**9
-
-
-class Log:
-    """A Recorder that remembers the order of things."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-        self.abandoned = False
-
-    def note_started(self, request_id: str, now_ns: int) -> None:
-        self.events.append(("started", request_id))
-
-    def note_reset(self, mode: protocol.RunningMode, now_ns: int) -> None:
-        self.events.append(("reset", mode))
-
-    def note_working(self, working: bool) -> None:
-        self.events.append(("working", working))
-
-    def note_operation(self, now_ns: int, longest_us: int) -> None:
-        self.events.append(("operation", longest_us))
-
-    def note_abandoned(self, abandoned: bool) -> None:
-        self.abandoned = abandoned
-
-
-class World:
-    def __init__(self) -> None:
-        self.now = 1000 * SECOND
-        self.stopping = False
-        self.engine = FakeEngine()
-        self.log = Log()
-        self.dispatcher = Dispatcher(self.engine, self.log, clock=lambda: self.now, stopping=lambda: self.stopping)
-        self.replies: list[Any] = []
-
-    def send(self, request: protocol.Request) -> None:
-        self.dispatcher.handle(request, self.replies.append)
-
-    def reset(
-        self, running: protocol.RunningMode = "fail", *, request_id: str = "", call: int = 1, **options: Any
-    ) -> Any:
-        seconds = options.pop("seconds", 10)
-        self.send(protocol.Reset(call, request_id or new_id(), self.now + int(seconds * SECOND), running, **options))
-        return self.replies[-1] if self.replies else None
-
-    def tick(self, seconds: float = 0) -> None:
-        self.now += int(seconds * SECOND)
-        self.dispatcher.tick()
+from tests.fake_engine.world import SECOND, World, slow_reorder
 
 
 @pytest.fixture
 def world() -> World:
     return World()
-
-
-def slow_reorder(world: World, slice_ns: int, slices: int, then: Callable[[], None] = lambda: None) -> None:
-    """A reorder whose every piece takes `slice_ns` of the clock."""
-
-    def reorder(scope: str) -> Work[int]:
-        for _ in range(slices):
-            world.now += slice_ns
-            yield None
-        then()
-        return slices
-
-    world.engine.reorder = reorder  # type: ignore[method-assign,assignment]
 
 
 def test_an_id_is_noted_before_its_deadline_is_looked_at(world: World) -> None:
@@ -357,102 +293,6 @@ def test_the_answer_says_that_the_event_went_out_and_for_which_tiers(world: Worl
     result = world.reset().result
     assert result.event_published
     assert result.event_tiers == ["GPU"]
-
-
-# --- pause --------------------------------------------------------------------------------------------------------
-
-
-def pause(world: World, lease_seconds: float = 10, **options: Any) -> str:
-    request_id = new_id()
-    world.send(protocol.Pause(1, request_id, world.now + 5 * SECOND, int(lease_seconds * SECOND), **options))
-    assert world.replies[-1].state == "done", world.replies[-1]
-    return request_id
-
-
-def test_a_lease_runs_out_by_the_clock_and_not_before(world: World) -> None:
-    pause(world, 10)
-    assert world.dispatcher.next_timer_ns() == world.now + 10 * SECOND
-    world.tick(9.9)
-    assert not world.log.abandoned
-    world.tick(0.2)
-    assert world.log.abandoned
-    assert world.engine.pause_owner == "kvctl"
-
-
-def test_weights_declared_whole_stay_declared(world: World) -> None:
-    lease = pause(world, 1)
-    world.send(protocol.Renew(2, lease, SECOND, weights_complete=True))
-    world.send(protocol.Renew(3, lease, SECOND))
-    world.tick(2)
-    assert world.engine.pause_owner == ""
-    assert ("reset", "keep") in world.log.events
-
-
-def test_an_expired_lease_waits_for_the_operation_that_runs(world: World) -> None:
-    pause(world, 1)
-    slow_reorder(world, 2 * SLICE_NS, 2)
-    world.send(protocol.Reorder(2, new_id(), world.now + 60 * SECOND, "all_free"))
-    world.now += 2 * SECOND
-    world.tick()
-    assert not world.log.abandoned
-    while world.dispatcher.wants_turn:
-        world.tick()
-    world.tick()
-    assert world.log.abandoned
-
-
-def test_a_lease_whose_reset_raises_leaves_the_engine_paused_and_marked(world: World) -> None:
-    lease = pause(world, 1)
-    world.send(protocol.Renew(2, lease, SECOND, weights_complete=True))
-    world.engine.raise_in["drop_prefix_cache"] = "boom"
-    world.tick(2)
-    assert world.engine.pause_owner == "kvctl"
-    assert world.log.abandoned
-    world.engine.raise_in.clear()
-    events = len(world.log.events)
-    world.tick(1)
-    assert len(world.log.events) == events, "the end of the lease was tried again"
-
-
-def test_kept_requests_are_quarantined_when_a_lease_runs_out(world: World) -> None:
-    world.engine.add("running", 2)
-    pause(world, 1)
-    world.tick(2)
-    assert world.engine.quarantined == 1
-
-
-def test_a_resume_by_vllm_itself_ends_lease_and_abandonment(world: World) -> None:
-    lease = pause(world, 10)
-    world.engine.pause_owner = ""
-    world.tick()
-    assert world.dispatcher.quiet
-    world.send(protocol.Renew(2, lease, SECOND))
-    assert world.replies[-1].state == "refused"
-
-
-def test_a_pause_that_cannot_be_completed_is_undone(world: World) -> None:
-    world.engine.steps_in_flight = 2
-    world.send(protocol.Pause(1, new_id(), world.now + SECOND, 60 * SECOND))
-    assert world.engine.pause_owner == "kvctl"
-    world.tick(2)
-    assert world.replies[0].state == "withdrawn"
-    assert world.engine.pause_owner == ""
-    assert world.dispatcher.quiet
-
-
-def test_a_sleeping_engine_is_neither_paused_nor_resumed_but_can_be_reset(world: World) -> None:
-    world.engine.asleep = True
-    world.send(protocol.Pause(1, new_id(), world.now + SECOND, SECOND))
-    world.send(protocol.Resume(2, new_id(), world.now + SECOND))
-    assert [reply.reason for reply in world.replies] == ["ENGINE_SLEEPING", "ENGINE_SLEEPING"]
-    assert world.reset().state == "done"
-
-
-def test_an_empty_name_resumes_whatever_paused_the_engine(world: World) -> None:
-    world.engine.pause_owner = "vllm"
-    world.send(protocol.Resume(1, new_id(), world.now + SECOND))
-    assert world.replies[0].state == "done"
-    assert world.engine.pause_owner == ""
 
 
 def test_texts_are_capped(world: World) -> None:
