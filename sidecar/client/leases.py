@@ -3,11 +3,15 @@
 The lease is kept by a task of its own, so that a replica that answers nothing delays no other one's renewal. A lease
 counts as lost when the engine says that the pause no longer holds, or when nothing was heard for as long as the lease
 lasts: the engine has acted by itself by then.
+
+Whatever changes an engine says when it must have begun (see `sidecar.rpc.late_calls`): a pause that a bad network
+delivers after this client has given up would hold an engine that nobody resumes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -18,7 +22,8 @@ import grpc.aio
 from kvctl.v1 import replica_pb2, replica_pb2_grpc
 
 from sidecar.client.errors import KvctlError, LeaseLost, error_for
-from sidecar.coordinator import outcomes
+from sidecar.coordinator import calls, outcomes
+from sidecar.coordinator.calls import Metadata
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.port import Aim
 from sidecar.coordinator.targets import Target, derive_request_id, next_request_id
@@ -30,8 +35,8 @@ _LOST_CODES: Final = frozenset({"FAILED_PRECONDITION", "NOT_FOUND"})
 _AGAIN_CODES: Final = frozenset({"UNAVAILABLE", "FAILED_PRECONDITION", "ABORTED", "DEADLINE_EXCEEDED"})
 _PAUSE_BETWEEN_TRIES_S: Final = 0.3
 
-Call = Callable[[float], Awaitable[object]]
-"""A call, given the seconds it may take."""
+Call = Callable[["replica_pb2_grpc.CacheAdminAsyncStub", float, Metadata], Awaitable[object]]
+"""A call, given the seconds it may take and what goes with it."""
 
 
 class Lease:
@@ -43,6 +48,7 @@ class Lease:
         self.pause_id = derive_request_id(operation_id, f"{aim.name}/pause")
         self._reset_id = derive_request_id(operation_id, f"{aim.name}/reset")
         self._resume_id = derive_request_id(operation_id, f"{aim.name}/resume")
+        self._target = Target(aim.address, aim.name, aim.labels, server_name=aim.server_name)
         self._channels = channels
         self._lease_s = lease_s
         self._heard = 0.0
@@ -58,12 +64,11 @@ class Lease:
         request = replica_pb2.PauseSchedulingRequest(request_id=self.pause_id, on_abandon=policy)
         request.lease.FromTimedelta(timedelta(seconds=self._lease_s))
         before = _now()
-        async with self._stub() as (stub, metadata):
-            if await self._tried(
-                lambda left: stub.PauseScheduling(request, timeout=left, metadata=metadata), timeout_s
-            ):
-                self._heard = before
-                self._keeper = asyncio.create_task(self._keep())
+        if await self._tried(
+            lambda stub, left, more: stub.PauseScheduling(request, timeout=left, metadata=more), timeout_s
+        ):
+            self._heard = before
+            self._keeper = asyncio.create_task(self._keep())
 
     async def complete(self, timeout_s: float) -> None:
         """Say that the new weights are whole: an engine that hears no more resets and resumes by itself."""
@@ -77,44 +82,38 @@ class Lease:
         mine.CopyFrom(request)
         mine.request_id = self._reset_id
 
-        async def call(left: float) -> None:
+        async def call(stub: replica_pb2_grpc.CacheAdminAsyncStub, left: float, more: Metadata) -> None:
             try:
-                await stub.ResetPrefixCache(mine, timeout=left, metadata=metadata)
+                await stub.ResetPrefixCache(mine, timeout=left, metadata=more)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     # The refusal is on record under its id and would come back for ever.
                     mine.request_id = next_request_id(mine.request_id)
                 raise
 
-        async with self._stub() as (stub, metadata):
-            if self.held:
-                await self._tried(call, timeout_s, again=True)
+        if self.held:
+            await self._tried(call, timeout_s, again=True)
 
     async def resume(self, weight_version: str, timeout_s: float) -> None:
         """Schedule again, with the new version on record."""
         request = replica_pb2.ResumeSchedulingRequest(
             request_id=self._resume_id, pause_request_id=self.pause_id, weight_version=weight_version
         )
-        async with self._stub() as (stub, metadata):
-            if self.held:
-                await self._tried(
-                    lambda left: stub.ResumeScheduling(request, timeout=left, metadata=metadata), timeout_s
-                )
+        if self.held:
+            await self._tried(
+                lambda stub, left, more: stub.ResumeScheduling(request, timeout=left, metadata=more), timeout_s
+            )
 
     async def abandon(self, timeout_s: float) -> None:
         """End the lease at once: the engine does what it was told to do with an abandoned update, and a new pause is
         welcome from then on.
         """
         await self._stop_keeping()
-        if not self.held:
-            return
         request = replica_pb2.CancelOperationRequest(request_id=self.pause_id)
-        async with self._stub() as (stub, metadata):
-
-            async def call(left: float) -> None:
-                await stub.CancelOperation(request, timeout=left, metadata=metadata)
-
-            await self._tried(call, timeout_s)
+        if self.held:
+            await self._tried(
+                lambda stub, left, more: stub.CancelOperation(request, timeout=left, metadata=more), timeout_s
+            )
 
     async def close(self) -> None:
         """Keep the lease no longer."""
@@ -145,8 +144,9 @@ class Lease:
     async def _renew(self, lease_s: float, *, complete: bool, timeout_s: float) -> None:
         request = replica_pb2.RenewPauseRequest(pause_request_id=self.pause_id, weights_complete=complete)
         request.lease.FromTimedelta(timedelta(seconds=lease_s))
-        async with self._stub() as (stub, metadata):
-            await stub.RenewPause(request, timeout=timeout_s, metadata=metadata)
+        async with self._channels.lease(self._target) as channel:
+            stub = replica_pb2_grpc.CacheAdminStub(channel)
+            await stub.RenewPause(request, timeout=timeout_s, metadata=self._channels.metadata())
 
     async def _declare_whole(self, timeout_s: float) -> None:
         deadline = _now() + timeout_s
@@ -168,18 +168,32 @@ class Lease:
         """One call, repeated while the replica cannot be reached (and, with `again`, while it refuses)."""
         deadline = _now() + timeout_s
         while True:
+            failure = await self._once(call, max(deadline - _now(), 0.05))
+            if failure is None:
+                return True
+            worth = failure.code in _AGAIN_CODES if again else failure.code == "UNAVAILABLE"
+            wait_s = max(_PAUSE_BETWEEN_TRIES_S, failure.retry_after_s)
+            if not worth or _now() + wait_s >= deadline:
+                self._lost(failure)
+                return False
+            await asyncio.sleep(wait_s)
+
+    async def _once(self, call: Call, left_s: float) -> outcomes.Failure | None:
+        deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
+        async with self._channels.lease(self._target) as channel:
+            metadata = self._channels.metadata()
+            bound = await calls.bound_in_time(channel, deadline_ns, metadata)
+            if isinstance(bound, outcomes.Failure):
+                return bound
             try:
-                await call(max(deadline - _now(), 0.05))
+                await call(replica_pb2_grpc.CacheAdminStub(channel), left_s, (*metadata, *bound))
             except grpc.aio.AioRpcError as error:
                 failure = outcomes.read_failure(error)
-                worth = failure.code in _AGAIN_CODES if again else failure.code == "UNAVAILABLE"
-                wait_s = max(_PAUSE_BETWEEN_TRIES_S, failure.retry_after_s)
-                if not worth or _now() + wait_s >= deadline:
-                    self._lost(failure)
-                    return False
-                await asyncio.sleep(wait_s)
-            else:
-                return True
+                if failure.reason == calls.OTHER_INSTANCE:
+                    # Its sidecar was restarted; the engine behind it may be the same.
+                    return await calls.ask_again(channel, deadline_ns, metadata) or failure
+                return failure
+        return None
 
     def _lost(self, failure: outcomes.Failure) -> None:
         told = outcomes.unreachable(failure, self.aim.address, 0.0) if not failure.from_sidecar else failure
@@ -191,25 +205,6 @@ class Lease:
             with suppress(asyncio.CancelledError):
                 await self._keeper
             self._keeper = None
-
-    def _stub(self) -> _Leased:
-        return _Leased(self._channels, self.aim)
-
-
-class _Leased:
-    """The replica's stub and credentials, while its channel is in use."""
-
-    def __init__(self, channels: Channels, aim: Aim) -> None:
-        target = Target(aim.address, aim.name, aim.labels, server_name=aim.server_name)
-        self._lease = channels.lease(target)
-        self._channels = channels
-
-    async def __aenter__(self) -> tuple[replica_pb2_grpc.CacheAdminAsyncStub, tuple[tuple[str, str], ...]]:
-        channel = await self._lease.__aenter__()
-        return replica_pb2_grpc.CacheAdminStub(channel), self._channels.metadata()
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._lease.__aexit__(None, None, None)
 
 
 def _read(error: grpc.aio.AioRpcError | OSError | ValueError) -> outcomes.Failure:

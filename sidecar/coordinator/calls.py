@@ -72,7 +72,7 @@ async def call_target(
     deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
     sent, found = await _call(channel, spec, request_id, replica, deadline_ns, metadata)
     if isinstance(found, Failure) and found.reason == OTHER_INSTANCE:
-        moved = await _ask_again(channel, deadline_ns, metadata)
+        moved = await ask_again(channel, deadline_ns, metadata)
         sent, found = False, moved or found
         if moved is None:
             sent, found = await _call(channel, spec, request_id, replica, deadline_ns, metadata)
@@ -129,7 +129,7 @@ async def bound_in_time(channel: grpc.aio.Channel, deadline_ns: int, metadata: M
     return sidecar.known.metadata(deadline_ns) if sidecar.known else ()
 
 
-async def _ask_again(channel: grpc.aio.Channel, deadline_ns: int, metadata: Metadata) -> Failure | None:
+async def ask_again(channel: grpc.aio.Channel, deadline_ns: int, metadata: Metadata) -> Failure | None:
     """Who is there now, after another process than the one that was meant has answered; None when it may be called."""
     before = _SIDECARS.pop(channel, None)
     try:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from sidecar import client
+from sidecar.client import aio
+from sidecar.rpc.late_calls import NOT_AFTER_KEY
+from tests.contract.fake_sidecar_server import FakeSidecar, serving
 from tests.contract.sidecar_process import SidecarProcess, wait_until
 from tests.fake_engine.process import EngineProcess, spawn_engine
 
@@ -62,3 +66,35 @@ def test_a_raised_body_lets_its_replica_go_on_where_the_caller_chose_that(
         with pytest.raises(HalfWrittenError), fleet.weight_update(lease_s=600.0, on_abandon="resume", require_all=True):
             raise HalfWrittenError
         assert engine.do("state")["paused"] == ""
+
+
+def test_an_update_goes_on_with_a_sidecar_that_was_restarted_under_it(
+    served: tuple[SidecarProcess, EngineProcess], tmp_path: Path
+) -> None:
+    sidecar, _ = served
+    (tmp_path / "again").mkdir()
+    with ExitStack() as stack, client.Fleet([f"r0={sidecar.address}"]) as fleet:
+        with fleet.weight_update("step-7", lease_s=600.0, require_all=True) as update:
+            sidecar.process.kill()
+            sidecar.process.wait(30)
+            again = SidecarProcess(tmp_path / "engines", tmp_path / "again", "--listen", sidecar.address)
+            stack.callback(again.end)
+            again.wait_ready(60)
+        update.raise_for_failures()
+        [replica] = fleet.admission()
+        assert replica.engines[0].weight_version == "step-7"
+
+
+async def test_what_an_update_asks_for_is_not_begun_after_the_client_has_given_up() -> None:
+    fake = FakeSidecar("r0")
+    fake.tells_instance = True
+    bound: list[str] = []
+
+    async def look(kind: str) -> None:
+        if any(key == NOT_AFTER_KEY for key, _ in fake.metadata):
+            bound.append(kind)
+
+    fake.before = look
+    async with serving(fake) as addresses, aio.Fleet(addresses) as fleet, fleet.weight_update():
+        pass
+    assert [kind for kind in bound if kind != "renew"] == ["pause", "reset", "resume"]
