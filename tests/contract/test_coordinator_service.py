@@ -6,6 +6,7 @@ import asyncio
 import re
 import socket
 import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc
@@ -14,9 +15,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvctl.v1 import fleet_pb2, types_pb2
 
-from sidecar.coordinator import app, service
+from sidecar.coordinator import app, running, service
 from sidecar.coordinator.discovery import DiscoveryError
 from sidecar.coordinator.live import in_messages
+from sidecar.coordinator.schema import StoreError
+from sidecar.coordinator.store import Store
 from sidecar.coordinator.targets import Discovered, Target
 from sidecar.rpc import errors
 from sidecar.rpc.channels import ClientSecurity
@@ -437,6 +440,36 @@ async def test_a_corrupt_store_refuses_operations_and_still_shows_the_fleet(tmp_
         status, body = await running.page("/metrics")
         assert "kvctl_coordinator_store_failed 1.0" in body
         assert status == 200
+
+
+async def test_results_that_the_store_refuses_are_told_and_recorded_as_soon_as_it_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = asyncio.Event()
+    full.set()
+
+    def while_full(method: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+        async def refusing(*given: object, **named: object) -> None:
+            if full.is_set():
+                raise StoreError("the store cannot be written (disk is full); free space on that disk, then try again")
+            await method(*given, **named)
+
+        return refusing
+
+    monkeypatch.setattr(running, "_FLUSH_EVERY_S", 0.05)
+    monkeypatch.setattr(Store, "result", while_full(Store.result))
+    monkeypatch.setattr(Store, "update", while_full(Store.update))
+    fake = FakeSidecar()
+    async with serving(fake) as addresses:
+        async with coordinator(tmp_path, named(addresses)) as it:
+            ended = await it.run(keep_reset())
+            assert outcomes(ended) == {"r0": "SUCCEEDED"}
+            assert any("in memory only" in warning for warning in ended.warnings)
+            full.clear()
+            await until(lambda: not len(it.app._running))
+        async with coordinator(tmp_path, named(addresses)) as again:
+            assert outcomes(await again.get(ended.operation_id)) == {"r0": "SUCCEEDED"}
+    assert len(fake.effects) == 1
 
 
 # --- health, metrics, access -------------------------------------------------------------------------------------
