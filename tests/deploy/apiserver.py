@@ -39,6 +39,7 @@ class Kind:
     schema: Body | None = None
     columns: list[Body] = field(default_factory=list)
     shorts: list[str] = field(default_factory=list)
+    namespaced: bool = True
 
     @property
     def api_version(self) -> str:
@@ -57,7 +58,17 @@ def _builtin() -> list[Kind]:
     return [
         Kind("", "v1", "pods", "Pod", status=True),
         Kind("", "v1", "events", "Event"),
-        Kind("", "v1", "namespaces", "Namespace"),
+        Kind("", "v1", "namespaces", "Namespace", namespaced=False),
+        Kind("", "v1", "services", "Service"),
+        Kind("", "v1", "serviceaccounts", "ServiceAccount"),
+        Kind("apps", "v1", "deployments", "Deployment"),
+        Kind("batch", "v1", "jobs", "Job"),
+        Kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
+        Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
+        Kind("rbac.authorization.k8s.io", "v1", "roles", "Role"),
+        Kind("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding"),
+        Kind("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False),
+        Kind("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False),
         Kind("coordination.k8s.io", "v1", "leases", "Lease"),
         Kind("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice"),
         Kind(
@@ -75,6 +86,11 @@ def _builtin() -> list[Kind]:
 
 _PATH = re.compile(
     r"(?:/api/(?P<core>v1)|/apis/(?P<group>[^/]+)/(?P<version>[^/]+))/namespaces/(?P<namespace>[^/]+)/(?P<plural>[^/]+)"
+    r"(?:/(?P<name>[^/]+)(?:/(?P<sub>[^/]+))?)?"
+)
+
+_CLUSTER_PATH = re.compile(
+    r"(?:/api/(?P<core>v1)|/apis/(?P<group>[^/]+)/(?P<version>[^/]+))/(?P<plural>[^/]+)"
     r"(?:/(?P<name>[^/]+)(?:/(?P<sub>[^/]+))?)?"
 )
 
@@ -110,7 +126,8 @@ class ApiServer:
         meta.setdefault("namespace", "llm")
         key = (plural, meta["namespace"], meta["name"])
         before = self.objects.get(key)
-        stored = copy.deepcopy(body)
+        kind = next(kind for kind in self.kinds.values() if kind.plural == plural)
+        stored = {"apiVersion": kind.api_version, "kind": kind.kind, **copy.deepcopy(body)}
         self._born(stored, before)
         await self._store(key, stored, "MODIFIED" if before else "ADDED")
         return stored
@@ -122,7 +139,8 @@ class ApiServer:
     async def create(self, plural: str, body: Body) -> Body:
         """As a client: with validation. Refused when it is."""
         kind = next(kind for kind in self.kinds.values() if kind.plural == plural)
-        return await self._create(kind, body.get("metadata", {}).get("namespace", "llm"), copy.deepcopy(body))
+        namespace = body.get("metadata", {}).get("namespace", "llm") if kind.namespaced else ""
+        return await self._create(kind, namespace, copy.deepcopy(body))
 
     async def merge(self, plural: str, name: str, patch: Body, namespace: str = "llm") -> Body:
         """As a client: a merge patch of anything but the status."""
@@ -172,7 +190,8 @@ class ApiServer:
 
     async def _create(self, kind: Kind, namespace: str, body: Body) -> Body:
         meta = body.setdefault("metadata", {})
-        meta["namespace"] = namespace
+        if namespace:
+            meta["namespace"] = namespace
         if "generateName" in meta and "name" not in meta:
             meta["name"] = meta["generateName"] + uuid.uuid4().hex[:5]
         key = (kind.plural, namespace, meta["name"])
@@ -245,13 +264,14 @@ class ApiServer:
             )
 
     async def _route(self, request: web.Request) -> web.StreamResponse:
-        found = _PATH.fullmatch(request.path)
+        found = _PATH.fullmatch(request.path) or _CLUSTER_PATH.fullmatch(request.path)
         if found is None:
             return web.json_response(self._discovery(request.path))
+        namespace = found.groupdict().get("namespace", "")
         kind = self.kinds.get((found["group"] or "", found["plural"]))
-        if kind is None:
+        if kind is None or kind.namespaced != bool(namespace):
             raise Refused(404, "NotFound", "the server could not find the requested resource")
-        namespace, name, sub = found["namespace"], found["name"], found["sub"] or ""
+        name, sub = found["name"], found["sub"] or ""
         if name is None:
             if request.method == "POST":
                 body = await request.json()
@@ -331,7 +351,8 @@ class ApiServer:
                 if version <= after:
                     continue
                 after = version
-                if plural == kind.plural and body["metadata"]["namespace"] == namespace and selected(request, body):
+                here = body["metadata"].get("namespace", "") == namespace
+                if plural == kind.plural and here and selected(request, body):
                     await send(what, body)
             if request.query.get("allowWatchBookmarks") == "true":
                 await send("BOOKMARK", {"kind": kind.kind, "metadata": {"resourceVersion": str(after)}})
@@ -349,6 +370,8 @@ class ApiServer:
         versions = {kind.group: kind.version for kind in self.kinds.values()}
         if path == "/version":
             return {"major": "1", "minor": "35", "gitVersion": "v1.35.0"}
+        if path.startswith("/openapi/v3"):
+            return self._openapi(path)
         if path == "/api":
             return {"kind": "APIVersions", "versions": ["v1"]}
         if path == "/apis":
@@ -371,7 +394,7 @@ class ApiServer:
         verbs = ["get", "list", "watch", "create", "update", "patch", "delete"]
         entries = []
         for kind in kinds:
-            entry = {"name": kind.plural, "singularName": kind.kind.lower(), "namespaced": kind.plural != "namespaces"}
+            entry = {"name": kind.plural, "singularName": kind.kind.lower(), "namespaced": kind.namespaced}
             entries.append({**entry, "kind": kind.kind, "verbs": verbs, "shortNames": kind.shorts})
             if kind.status:
                 entries.append({**entry, "name": f"{kind.plural}/status", "kind": kind.kind, "verbs": ["get", "patch"]})
@@ -380,6 +403,24 @@ class ApiServer:
             "apiVersion": "v1",
             "groupVersion": kinds[0].api_version,
             "resources": entries,
+        }
+
+    def _openapi(self, path: str) -> Body:
+        """As much as `kubectl explain` of our own resource reads."""
+        kind = self.kinds["kvctl.dev", "cacheoperations"]
+        where = f"apis/{kind.api_version}"
+        if path == "/openapi/v3":
+            return {"paths": {where: {"serverRelativeURL": f"/openapi/v3/{where}"}}}
+        if path != f"/openapi/v3/{where}":
+            raise Refused(404, "NotFound", f"nothing at {path}")
+        about = {"group": kind.group, "version": kind.version, "kind": kind.kind}
+        schema = {**(kind.schema or {}), "x-kubernetes-group-version-kind": [about]}
+        answers = {"get": {"x-kubernetes-action": "get", "x-kubernetes-group-version-kind": about, "responses": {}}}
+        return {
+            "openapi": "3.0.0",
+            "info": {"title": "kvctl", "version": "0"},
+            "paths": {f"/{where}/namespaces/{{namespace}}/{kind.plural}/{{name}}": answers},
+            "components": {"schemas": {"dev.kvctl.v1alpha1.CacheOperation": schema}},
         }
 
 
@@ -398,28 +439,37 @@ def merged(target: Any, patch: Any) -> Any:
 
 def selected(request: web.Request, body: Body) -> bool:
     labels = body["metadata"].get("labels", {})
-    fields = request.query.get("fieldSelector", "")
-    if fields.startswith("metadata.name=") and body["metadata"]["name"] != fields.partition("=")[2]:
-        return False
+    for requirement in filter(None, request.query.get("fieldSelector", "").split(",")):
+        path, _, wanted = requirement.partition("=")
+        if str(cell(body, path)) != wanted:
+            return False
     return all(
         labels.get(key) == value
         for key, _, value in (part.partition("=") for part in request.query.get("labelSelector", "").split(",") if part)
     )
 
 
+def cell(body: Any, path: str) -> Any:
+    for part in path.strip(".").split("."):
+        body = body.get(part) if isinstance(body, dict) else None
+    return body
+
+
+def printed(body: Body, column: Body) -> Any:
+    value = cell(body, column["jsonPath"])
+    if column["type"] == "date" and value:
+        return f"{(datetime.now(UTC) - datetime.fromisoformat(value)).seconds}s"
+    return value
+
+
 def table(kind: Kind, items: list[Body], meta: Body) -> Body:
     """What `kubectl get` asks for: the printer columns of the definition."""
-
-    def cell(body: Body, path: str) -> Any:
-        for part in path.strip(".").split("."):
-            body = body.get(part) if isinstance(body, dict) else None  # type: ignore[assignment]
-        return body
 
     columns = [{"name": "Name", "type": "string", "format": "name"}]
     columns += [{"name": c["name"], "type": c["type"], "priority": c.get("priority", 0)} for c in kind.columns]
     rows = [
         {
-            "cells": [body["metadata"]["name"], *(cell(body, column["jsonPath"]) for column in kind.columns)],
+            "cells": [body["metadata"]["name"], *(printed(body, column) for column in kind.columns)],
             "object": {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": body["metadata"]},
         }
         for body in items
