@@ -63,16 +63,16 @@ class Steps:
                 self.preemptions += len(output.preempted_req_ids)
         self._scheduled.clear()
         for outputs in self._handed_out:
-            self.outputs += sum(len(by_client.outputs) for by_client in outputs.values())
+            for by_client in outputs.values():
+                self.outputs += len(by_client.outputs)
         self._handed_out.clear()
 
     def __call__(self, counters: Counters, now_ns: int) -> None:
         """Fill in what this engine counts, at `now_ns`."""
-        self._count()
+        if self._scheduled or self._handed_out:
+            self._count()
         scheduler = self._scheduler
-        running, waiting = scheduler.get_request_counts()
-        counters.running = running
-        counters.waiting = waiting
+        counters.running, counters.waiting = scheduler.get_request_counts()
         counters.deferred = versions.deferred_requests(scheduler)
         holding = getattr(scheduler, "kv_holding_waiting", None)
         counters.holding = len(holding) if holding is not None else 0
@@ -95,8 +95,10 @@ class Steps:
             counters.last_reset_ns = now_ns
             counters.last_reset_mode = RESET_MODES["foreign"]
         counters.sleeping = int(self._asleep)
-        flags = counters.flags & ~FLAG_WOKE_WITHOUT_RESET
-        counters.flags = flags | (FLAG_WOKE_WITHOUT_RESET if self.woke_without_reset else 0)
+        if self.woke_without_reset:
+            counters.flags |= FLAG_WOKE_WITHOUT_RESET
+        else:
+            counters.flags &= ~FLAG_WOKE_WITHOUT_RESET
 
     def look(self) -> None:
         """Notice what others did: a reset replaces the lookup maps, a sleep throws away the memory behind them."""
