@@ -169,7 +169,14 @@ class Run:
         self._replicas = GrpcReplicas(self._around.channels)
         identity = operation_id(resource.metadata.uid, resource.spec.step)
         self.execution = Execution(
-            identity, spec, plan.aims, self._replicas, journal=journal, recorded=plan.recorded, on_change=self._changed
+            identity,
+            spec,
+            plan.aims,
+            self._replicas,
+            journal=journal,
+            recorded=plan.recorded,
+            on_change=self._changed,
+            most_calls=self._around.channels.limit,
         )
         if resource.spec.cancel or self._cancelled:
             self.execution.cancel(self._cancelled or "the CacheOperation was cancelled")
