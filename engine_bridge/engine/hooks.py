@@ -10,6 +10,7 @@ Everything else is overridden on the one instance, and calls the original whatev
 * `_process_input_queue` runs once per loop iteration, between two steps: the step boundary.
 * `_handle_client_request` sees a private request type that stock code would only log. The waker puts it on
   `input_queue`, which is how vLLM itself wakes an idle engine.
+* `_handle_shutdown` decides whether work is left: an operation that holds the scheduler goes on before it is asked.
 * `step_fn` and the scheduler's `schedule` are counted; `set_pause_state` tells whose pause it is.
 
 Other plugins may hook the same methods: see `in_force` for how ours stay in force and how they are taken out.
@@ -185,11 +186,19 @@ def _hook_loop(engine: Any, port: VllmEngine, bridge: attach.Bridge) -> None:
         bridge.step_ended(steps)
         return outputs, executed
 
+    def handle_shutdown(original: Callable[[], Any]) -> Any:
+        if bridge.waits_for_step and not engine.is_running():
+            # An engine held by an operation looks as if it had nothing left to do, and would end with its requests.
+            bridge.boundary()
+        return original()
+
     layers = [
         Layer(engine, "_process_input_queue", at_boundary),
         Layer(engine, "step_fn", step),
         *_scheduler_layers(engine.scheduler, port),
     ]
+    if hasattr(engine, "_handle_shutdown"):
+        layers.append(Layer(engine, "_handle_shutdown", handle_shutdown))
     handled = Layer(engine, "_handle_client_request", handle)
     # `handled` stays: a wake-up may still be in the queue, and stock code would call it an error.
     bridge.on_breakdown = lambda: _get_out(layers, port)
