@@ -25,7 +25,7 @@ from engine_bridge import __version__
 from engine_bridge.protocol import default_engine_dir
 from sidecar.cli import certificates, output
 from sidecar.cli.exitcodes import Exit
-from sidecar.cli.finding import Finding
+from sidecar.cli.finding import Finding, Level
 from sidecar.cli.printers import style
 from sidecar.cli.printers.admission import BAD, GOOD, verdict_name
 from sidecar.cli.reaching import open_reach, security_of
@@ -290,6 +290,10 @@ def of_replica(replica: fleet_pb2.FleetReplica, now: float) -> Iterator[Finding]
         yield from _of_engine(replica.name, info.version, engine)
 
 
+_CHOSEN: Final = frozenset({"events.publish"})
+"""What an engine lacks because nobody configured it, which is nothing to mend."""
+
+
 def clock(info: types_pb2.ReplicaInfo, now: float) -> str:
     """How wrong a replica's clock is against the one here, empty when it is not. `now`: when it was asked."""
     if info.HasField("now"):
@@ -322,4 +326,5 @@ def _of_engine(replica: str, sidecar_version: str, engine: types_pb2.EngineInfo)
         yield Finding("warning", subject, "prefix caching is off: a reset has nothing to drop")
     for capability in engine.capabilities:
         if not capability.available:
-            yield Finding("warning", subject, f"cannot {capability.name}: {capability.reason}")
+            level: Level = "ok" if capability.name in _CHOSEN else "warning"
+            yield Finding(level, subject, f"cannot {capability.name}: {capability.reason}")

@@ -114,14 +114,14 @@ def screen(
     head = f"{when}  {style.count(len(fleet.replicas), 'replica')}, {style.count(len(entries), 'engine')}, "
     head += f"{stalled} stalled, {len(lost)} not reached"
     made = style.table("ENGINE", "VERDICT", "RUN", "WAIT", "FREE", "CACHED", "TOK/S", "CONTIG", "LAST RESET")
-    cells = [_cells(replica, engine) for replica, engine in entries[:stalled]]
-    cells += [
+    stuck = [_cells(replica, engine) for replica, engine in entries[:stalled]]
+    gone = [
         [style.words(_short(replica.replica, 14)), style.words(replica.code, "bad"), *[style.words("-")] * 7]
         for replica in lost
     ]
-    cells += [_cells(replica, engine) for replica, engine in entries[stalled:]]
-    shown = cells[:rows]
-    for row in reversed(shown) if worst_last else shown:
+    well = [_cells(replica, engine) for replica, engine in entries[stalled:]]
+    cells = [*well, *gone, *stuck] if worst_last else [*stuck, *gone, *well]
+    for row in cells[:rows]:
         made.add_row(*row)
     lines: list[RenderableType] = [style.words(head, "bad" if stalled or lost else ""), made]
     hidden = len(cells) - rows

@@ -93,6 +93,12 @@ def test_what_an_engine_lacks_is_a_finding(engine: dict[str, object], level: str
     assert [f for f in findings(replica(**engine)) if f.level == level and text in f.found]
 
 
+def test_events_that_nobody_configured_are_no_warning() -> None:
+    found = findings(replica(capabilities=[types_pb2.Capability(name="events.publish", reason="not configured")]))
+    assert {finding.level for finding in found} == {"ok"}
+    assert found[-1].found == "cannot events.publish: not configured"
+
+
 def test_a_replica_without_an_engine_or_of_another_version_or_clock_is_a_finding() -> None:
     bare = fleet_pb2.FleetReplica(name="r0", reachable=True, code="OK", info=types_pb2.ReplicaInfo(version="9.9"))
     bare.info.started_at.FromSeconds(int(NOW.timestamp()) + 3600)

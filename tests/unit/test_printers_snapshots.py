@@ -322,7 +322,7 @@ def test_an_operation_that_is_held_says_so_and_how_it_goes_on() -> None:
     made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID, state=fleet_pb2.OPERATION_STATE_PAUSED)
     assert operation.summary(made)[-2:] == [
         f"operation {OPERATION_ID} (paused)",
-        f"  -> it goes on with `kvctl ops resume {OPERATION_ID}`",
+        "  -> `kvctl ops resume` with this id lets it go on",
     ]
 
 
@@ -348,7 +348,22 @@ def test_a_full_screen_of_top_keeps_what_stalls_and_who_is_lost_and_lines_end_wi
     assert [line.split()[0] for line in screen[2:6]] == ["r1/0", "r2", "a00/0", "a01/0"]
     assert screen[6] == "49 more rows; --replicas shows a part"
     lines = printed(lambda c: c.print(live.screen(fleet, "03:04:05", "", worst_last=True)), 80).splitlines()
-    assert [line.split()[0] for line in lines[2:55]][-2:] == ["r2", "r1/0"]
+    shown = [line.split()[0] for line in lines[2:55]]
+    assert (shown[:2], shown[-2:]) == (["a00/0", "a01/0"], ["r2", "r1/0"])
+
+
+def test_wide_is_as_wide_as_it_needs_whatever_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = io.StringIO()
+    replicas.print_wide(style.console(stream, wide=True), a_listing())
+    assert stream.getvalue().startswith("REPLICA  ADDRESS         LABELS")
+    assert "the engine's process is gone" in stream.getvalue()
+
+
+def test_an_engine_that_refuses_a_resume_is_not_another_engine() -> None:
+    made = row("r0", fleet_pb2.TARGET_OUTCOME_FAILED, "FAILED_PRECONDITION", "WRONG_SCHEDULING_STATE", "leased")
+    made.resume.engines.add(status=engine_status(0, 9), state=types_pb2.SCHEDULING_STATE_PAUSED)
+    assert told(made) == "WRONG_SCHEDULING_STATE: leased"
 
 
 def a_forecast(mode: int, *, idle: bool = False, wait: bool = False) -> fleet_pb2.FleetOperation:

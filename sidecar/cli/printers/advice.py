@@ -40,7 +40,7 @@ NEXT: Final = {
 """Reason -> one line. `{operation_id}` is filled in."""
 
 _NEXT_OF_RESUME: Final = {
-    "WRONG_SCHEDULING_STATE": "its owner ends a live lease, or you: --pause OPERATION_ID of the pause, or --force",
+    "WRONG_SCHEDULING_STATE": "wait for its end, or name the pause's operation with --pause, or --force it",
 }
 """Where a resume is refused because somebody else holds the pause."""
 

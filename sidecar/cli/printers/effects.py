@@ -50,9 +50,9 @@ def of_row(row: fleet_pb2.TargetResult, spec: fleet_pb2.OperationSpec | None = N
         case "relieve":
             return relieve([e for e in row.relieve.engines if e.status.code == 0], row.relieve.validate_only)
         case "pause":
-            return scheduling(row.pause.engines)
+            return scheduling([engine for engine in row.pause.engines if engine.status.code == 0])
         case "resume":
-            return scheduling(row.resume.engines)
+            return scheduling([engine for engine in row.resume.engines if engine.status.code == 0])
     return ""
 
 

@@ -140,9 +140,9 @@ def summary(operation: fleet_pb2.FleetOperation) -> list[str]:
     state = state_name(operation.state) if operation.state else ""
     lines.append(f"operation {operation.operation_id}" + (f" ({state})" if state else ""))
     if operation.counts.succeeded and operation.spec.HasField("pause") and not operation.spec.validate_only:
-        lines.append(f"  -> end it with `kvctl scheduling resume --pause {operation.operation_id}`")
+        lines.append("  -> `kvctl scheduling resume --pause` with this id ends it")
     if operation.state == fleet_pb2.OPERATION_STATE_PAUSED:
-        lines.append(f"  -> it goes on with `kvctl ops resume {operation.operation_id}`")
+        lines.append("  -> `kvctl ops resume` with this id lets it go on")
     return lines
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 NARROWEST: Final = 40
 WIDE: Final = 400
-"""Width of -o wide when it is not printed to a terminal: nothing is folded."""
+"""Width of -o wide, whatever the terminal's is: nothing is folded."""
 
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -40,11 +40,9 @@ def ascii_locale() -> bool:
 
 
 def console(stream: TextIO, *, wide: bool = False) -> Console:
-    """A console on a stream: its terminal's width, else COLUMNS, else 80."""
+    """A console on a stream: its terminal's width, else COLUMNS, else 80; `wide` is for lines as long as they are."""
     simple = plain(stream)
-    width = None if stream.isatty() and not wide else _columns(WIDE if wide else 80)
-    if wide and stream.isatty():
-        width = max(WIDE, 80)
+    width = WIDE if wide else None if stream.isatty() else _columns(80)
     return Console(
         file=stream,
         width=width,
