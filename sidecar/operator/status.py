@@ -142,7 +142,7 @@ def summary(phase: Phase, results: Sequence[fleet_pb2.TargetResult], total: int)
 
 def conditions(phase: Phase, message: str, now: str, generation: int, incomplete: bool) -> list[Json]:
     """Complete and Succeeded, for `kubectl wait --for=condition=Complete`."""
-    ended = phase not in ("Pending", "Running", "Suspended")
+    ended, message = phase not in ("Pending", "Running", "Suspended"), message[:MAX_MESSAGE]
     succeeded = "Unknown" if not ended else "True" if phase == "Succeeded" else "False"
     common: Patch = {"lastTransitionTime": now, "observedGeneration": generation}
     return [

@@ -53,10 +53,10 @@ def _process(words: list[str], log: Path, ready_url: str) -> Iterator[None]:
 
         def ready() -> bool:
             assert process.poll() is None, log.read_text()[-2000:]
-            with urllib.request.urlopen(ready_url, timeout=2) as answer:
+            with urllib.request.urlopen(ready_url, timeout=10) as answer:
                 return bool(answer.status == 200)
 
-        eventually(ready, 30, f"{words[0]} ready")
+        eventually(ready, 60, f"{words[0]} ready")
         yield
     finally:
         process.terminate()
@@ -96,12 +96,13 @@ class Prometheus:
 
 @contextmanager
 def prometheus(
-    folder: Path, targets: dict[str, dict[str, str]], rules: Path, alertmanager: str = "", interval: str = "1s"
+    folder: Path, targets: dict[str, dict[str, str]], rules: Path, alertmanager: str = ""
 ) -> Iterator[Prometheus]:
     """Scrapes `targets` (address -> labels) and evaluates `rules`."""
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
-        "global": {"scrape_interval": interval, "evaluation_interval": interval, "scrape_timeout": interval},
+        # A scrape may not last longer than its interval, and one that a busy machine fails looks like a dead target.
+        "global": {"scrape_interval": "3s", "evaluation_interval": "1s", "scrape_timeout": "3s"},
         "rule_files": [str(rules)],
         "scrape_configs": [
             {

@@ -23,7 +23,7 @@ RULES = DEPLOY / "observability/prometheus/kvctl.rules.yaml"
 POD = {"namespace": "llm", "pod": "vllm-0"}
 SOURCES = {"vllm": POD, "sidecar": POD, "coordinator": {"namespace": "llm", "pod": "kvctl-operator-0"}}
 SELECTOR = re.compile(r"((?:kvctl|vllm)[a-z_:]*)(?:\{([^}]*)\})?")
-SCRAPES_OF_THE_FIRST = 3
+SCRAPES_OF_THE_FIRST = 2
 
 
 def exposition(name: str, scrape: int) -> str:
@@ -49,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             targets[stack.enter_context(http_server(page))] = labels
         running = stack.enter_context(prometheus(tmp_path_factory.mktemp("prometheus"), targets, RULES))
         wanted = SCRAPES_OF_THE_FIRST + 3
-        eventually(lambda: min(scrapes.values()) >= wanted, 30, "enough scrapes")
+        eventually(lambda: min(scrapes.values()) >= wanted, 60, "enough scrapes")
         yield running
 
 
