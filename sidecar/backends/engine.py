@@ -30,6 +30,8 @@ class EngineFacts:
     pid: int = 0
     """As the engine sees it; 0 when unknown."""
     data_parallel_size: int = 1
+    local_ranks: Sequence[int] = ()
+    """Ranks that run beside it, itself among them, whether or not they can be reached; empty when unknown."""
     vllm_version: str = ""
     bridge_version: str = ""
     model: str = ""
@@ -38,6 +40,8 @@ class EngineFacts:
     blocks: int = 0
     """Usable blocks, without null blocks."""
     prefix_caching: bool = True
+    attached_at: float = 0.0
+    """Wall clock, seconds, when it began to keep a record of operations; 0 when it keeps none or that is not known."""
     capabilities: Mapping[str, str] = field(default_factory=dict)
     """protocol.CAPABILITIES name -> "" when available, else why not and what would give it."""
 

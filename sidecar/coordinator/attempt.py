@@ -13,6 +13,7 @@ uncertain the replica is asked before it is called.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -59,6 +60,8 @@ class Attempt:
         self._give_up = give_up
         self._calls = 0
         self._request_id = ""
+        self._first_called = self._now()
+        self._surely_not = True
         span = retries.deadline - self._now()
         self._call_deadline = retries.deadline - min(_RESERVE_MOST_S, span * _RESERVE_SHARE)
 
@@ -68,6 +71,8 @@ class Attempt:
         Raises JournalError when an intent cannot be put on record; nothing was called with that id then.
         """
         self._request_id = recorded_request_id
+        if recorded_request_id:
+            self._first_called = -math.inf
         ask = bool(recorded_request_id)
         last: Answer | None = None
         while True:
@@ -76,7 +81,7 @@ class Attempt:
                 ask = False
                 if self._now() + _SHORTEST_S < self._call_deadline:
                     continue
-                answer = _never_executed(last)
+                answer = _never_executed(last) if self._surely_not else _forgotten(last)
             last = answer
             advice = self._retries.after(answer.result, self._now(), answer.retry_after_s)
             if advice.next is not Next.DONE and self._give_up():
@@ -114,6 +119,7 @@ class Attempt:
             left = min(_QUESTION_S, self._call_deadline - self._now())
             asked = await self._replicas.ask(self._aim, self._request_id, max(_SHORTEST_S, left))
             if asked.known is False:
+                self._surely_not = asked.records_s >= self._since_s()
                 return None
             if asked.answer is not None:
                 return asked.answer if asked.known else _still_unknown(asked.answer)
@@ -126,7 +132,12 @@ class Attempt:
         left = self._retries.deadline - self._now()
         if self._calls == 0 or not self._request_id or not outcome_unknown(answer.result) or left < _SHORTEST_S:
             return answer
-        return settled(await self._replicas.ask(self._aim, self._request_id, min(_QUESTION_S, left)), answer)
+        asked = await self._replicas.ask(self._aim, self._request_id, min(_QUESTION_S, left))
+        return settled(asked, answer, self._since_s())
+
+    def _since_s(self) -> float:
+        """How long ago the replica may first have been called."""
+        return self._now() - self._first_called
 
     def _complete(self, result: fleet_pb2.TargetResult, why: str) -> fleet_pb2.TargetResult:
         final = fleet_pb2.TargetResult()
@@ -147,12 +158,12 @@ class Attempt:
         return asyncio.get_running_loop().time()
 
 
-def settled(asked: Asked, lost: Answer) -> Answer:
-    """What a replica's word on a request id makes of an answer that was lost."""
+def settled(asked: Asked, lost: Answer, since_s: float) -> Answer:
+    """What a replica's word on a request id makes of an answer that was lost; it was first called `since_s` ago."""
     if asked.known is None:
         return lost
     if asked.known is False:
-        return _never_executed(lost)
+        return _never_executed(lost) if asked.records_s >= since_s else _forgotten(lost)
     return asked.answer or Answer(_under_way())
 
 
@@ -173,6 +184,20 @@ def _under_way() -> fleet_pb2.TargetResult:
         message="the replica has started it and had no final result in time; ask it again by request id",
         execution=types_pb2.EXECUTION_UNKNOWN,
     )
+
+
+def _forgotten(last: Answer | None) -> Answer:
+    """The replica does not know the request id, and was restarted or replaced after it may have been called with it."""
+    result = fleet_pb2.TargetResult()
+    if last is not None:
+        result.CopyFrom(last.result)
+    result.outcome = fleet_pb2.TARGET_OUTCOME_UNKNOWN
+    result.execution = types_pb2.EXECUTION_UNKNOWN
+    result.code, result.reason = result.code or "DEADLINE_EXCEEDED", "OUTCOME_UNKNOWN"
+    result.message = (
+        "the replica has restarted or was replaced since the call, and whether it was executed before is not on record"
+    )
+    return Answer(result)
 
 
 def _never_executed(last: Answer | None) -> Answer:

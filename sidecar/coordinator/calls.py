@@ -7,6 +7,7 @@ which it must not begin (see `sidecar.rpc.late_calls`): the network may hold a c
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,8 @@ from sidecar.coordinator import outcomes
 from sidecar.coordinator.outcomes import Failure, MutationResult
 from sidecar.coordinator.port import Answer, Asked
 from sidecar.coordinator.targets import derive_request_id
-from sidecar.rpc import late_calls
+from sidecar.rpc import errors, late_calls
+from sidecar.rpc.errors import RECORDS_REACH_BACK
 from sidecar.rpc.late_calls import Known
 
 KINDS: Final = {
@@ -216,11 +218,17 @@ async def ask_operation(channel: grpc.aio.Channel, request_id: str, timeout_s: f
         record = await stub.GetOperation(request, timeout=timeout_s, metadata=metadata)
     except grpc.aio.AioRpcError as error:
         if error.code() == grpc.StatusCode.NOT_FOUND:
-            return Asked(known=False)
+            return Asked(known=False, records_s=_records_s(error))
         failure = outcomes.read_failure(error)
         return Asked(None, Answer(outcomes.of_failure(failure, sent=True), failure.retry_after_s))
     row = outcomes.of_record(record)
     return Asked(known=True, answer=None if row is None else Answer(row))
+
+
+def _records_s(error: grpc.aio.AioRpcError) -> float:
+    """How far back the records reach in which an id was not found; without limit when the replica does not say."""
+    told = errors.parse(error).metadata.get(RECORDS_REACH_BACK, "")
+    return float(told) if told.isascii() and told.isdigit() else math.inf
 
 
 async def cancel_operation(

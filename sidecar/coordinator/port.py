@@ -6,6 +6,7 @@ implement both in memory. Names of targets are replica names, unique within one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -53,6 +54,10 @@ class Asked:
     """None: it could not be asked; `answer` then says why."""
     answer: Answer | None = None
     """The final result. None while it is under way, and when the id is not known."""
+    records_s: float = math.inf
+    """With `known` false: how far back its records reach. Of what began earlier a replica that does not know it cannot
+    say that it did not happen: it may have been restarted since, or be another one.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class Unknowns:
 
     def watch(self, operation: fleet_pb2.FleetOperation) -> None:
         """An operation has ended; ask for what is unknown about it."""
-        age_s = time.time() - operation.started_at.ToNanoseconds() / 1e9
+        age_s = _age_s(operation)
         if operation.counts.unknown and age_s < ASK_FOR_S:
             self._open[operation.operation_id] = asyncio.get_running_loop().time() + ASK_FOR_S - max(0.0, age_s)
         self._metrics.unknown.set(len(self._open))
@@ -89,15 +89,16 @@ class Unknowns:
             for row in stored.operation.results
             if row.outcome == fleet_pb2.TARGET_OUTCOME_UNKNOWN and row.request_id and row.replica in aims
         ]
-        learned = await asyncio.gather(*(self._ask(aims[row.replica], row) for row in unknown))
+        since_s = _age_s(stored.operation)
+        learned = await asyncio.gather(*(self._ask(aims[row.replica], row, since_s) for row in unknown))
         for row, answer in zip(unknown, learned, strict=True):
             if answer is not None:
                 await self._learn(stored.operation, row, answer.result)
         return sum(answer is None for answer in learned)
 
-    async def _ask(self, aim: Aim, row: fleet_pb2.TargetResult) -> Answer | None:
+    async def _ask(self, aim: Aim, row: fleet_pb2.TargetResult, since_s: float) -> Answer | None:
         asked = await self._replicas.ask(aim, row.request_id, ASK_TIMEOUT_S)
-        answer = settled(asked, Answer(row))
+        answer = settled(asked, Answer(row), since_s)
         return None if outcome_unknown(answer.result) else answer
 
     async def _learn(
@@ -118,3 +119,8 @@ class Unknowns:
         await self._store.update(operation, ended=True)
         _log.info("outcome learned id=%s replica=%s code=%s", operation.operation_id, known.replica, known.code)
         self._on_learned(operation, known)
+
+
+def _age_s(operation: fleet_pb2.FleetOperation) -> float:
+    """Seconds since it was put on record."""
+    return time.time() - operation.started_at.ToNanoseconds() / 1e9

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from datetime import UTC, datetime
 from typing import Final
 
@@ -79,15 +80,16 @@ class Unknowns:
         }
         aims = {aim.name: aim for aim in status.aims(ledger, self._around.server_name)}
         names = _unknown(resource)
-        answers = await asyncio.gather(*(self._ask(aims[name], results[name]) for name in names))
+        since_s = _seconds_since(resource.status.start_time)
+        answers = await asyncio.gather(*(self._ask(aims[name], results[name], since_s) for name in names))
         learned = {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
         if learned:
             await self._record(resource, {**results, **learned}, list(learned))
 
-    async def _ask(self, aim: Aim, row: fleet_pb2.TargetResult) -> fleet_pb2.TargetResult | None:
+    async def _ask(self, aim: Aim, row: fleet_pb2.TargetResult, since_s: float) -> fleet_pb2.TargetResult | None:
         """What became of it; None when that is still not known."""
         asked = await self._replicas.ask(aim, row.request_id, ASK_TIMEOUT_S)
-        answer = settled(asked, Answer(row))
+        answer = settled(asked, Answer(row), since_s)
         if outcome_unknown(answer.result):
             return None
         known = fleet_pb2.TargetResult()
@@ -134,8 +136,12 @@ def _unknown(resource: Resource) -> list[str]:
 
 def _age_s(resource: Resource) -> float:
     """Seconds since it ended; beyond all limits when that cannot be read."""
+    return _seconds_since(resource.status.completion_time)
+
+
+def _seconds_since(instant: str) -> float:
+    """Without limit when that cannot be read."""
     try:
-        ended = datetime.fromisoformat(resource.status.completion_time)
+        return (datetime.now(UTC) - datetime.fromisoformat(instant)).total_seconds()
     except ValueError:
-        return ASK_FOR_S
-    return (datetime.now(UTC) - ended).total_seconds()
+        return math.inf

@@ -88,6 +88,7 @@ class Operations:
         self._records: OrderedDict[str, Operation] = OrderedDict()
         self._current: Operation | None = None
         self._stopping = False
+        self._began = time.monotonic()
 
     # --- running -------------------------------------------------------------------------------------------------
 
@@ -310,6 +311,15 @@ class Operations:
         if not record.running and not record.settled:
             await self._refresh(record, deadline)
         return record
+
+    def records_reach_back_s(self) -> float:
+        """For how long an operation that began here would be on record, here or at every engine, seconds.
+
+        An engine that came later, beside a sidecar that came later, knows nothing of what its predecessor did.
+        """
+        facts = [engine.facts for engine in self._engines.engines()]
+        ages = [time.time() - each.attached_at if each and each.attached_at else 0.0 for each in facts]
+        return max(time.monotonic() - self._began, min(ages, default=0.0))
 
     async def _refresh(self, record: Operation, deadline: Deadline) -> None:
         self._resolve_restarted(record)

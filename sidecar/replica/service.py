@@ -26,7 +26,7 @@ from sidecar.replica.sampler import Sampler
 from sidecar.replica.watch import SlowReaderError, WatchEndedError, Watchers
 from sidecar.rpc.auth import Role
 from sidecar.rpc.deadlines import Deadline
-from sidecar.rpc.errors import clean_text, failure
+from sidecar.rpc.errors import RECORDS_REACH_BACK, clean_text, failure
 from sidecar.rpc.interceptors import CALLER, Context
 from sidecar.rpc.late_calls import Instance
 
@@ -184,7 +184,7 @@ class CacheAdmin:
         request_id = requests.canonical_id(request.request_id)
         record = await self._operations.find(request_id, deadline)
         if record is None:
-            raise _not_found(request_id)
+            raise _not_found(request_id, self._operations.records_reach_back_s())
         return _recorded(request_id, record)
 
     async def CancelOperation(  # noqa: N802
@@ -196,7 +196,7 @@ class CacheAdmin:
         request_id = requests.canonical_id(request.request_id)
         self._some_engines()
         if await self._operations.find(request_id, deadline) is None:
-            raise _not_found(request_id)
+            raise _not_found(request_id, self._operations.records_reach_back_s())
         answers = await self._operations.cancel(request_id, deadline, CALLER.get(), context.peer())
         return api.CancelOperationResponse(
             cancelled=any(isinstance(answer, protocol.Cancelled) and answer.cancelled for _, answer in answers),
@@ -280,13 +280,13 @@ def _cancelled(engine: EngineBackend, answer: protocol.Cancelled | Lost | Unreac
     return status
 
 
-def _not_found(request_id: str) -> Exception:
+def _not_found(request_id: str, reach_back_s: float) -> Exception:
     return failure(
         grpc.StatusCode.NOT_FOUND,
         "OPERATION_NOT_FOUND",
-        f"no operation {request_id} is on record here or at the engines; it never started, or its record was replaced "
-        "by later ones",
-        metadata={"request_id": request_id},
+        f"no operation {request_id} is on record here or at the engines, and records reach back {reach_back_s:.0f} s; "
+        "it never started, or its record was replaced by later ones",
+        metadata={"request_id": request_id, RECORDS_REACH_BACK: str(int(reach_back_s))},
     )
 
 

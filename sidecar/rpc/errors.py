@@ -29,6 +29,9 @@ from kvctl.v1 import errors_pb2, replica_pb2  # noqa: F401 - replica_pb2 registe
 DOMAIN: Final = "kvctl"
 """Domain of every ErrorInfo."""
 
+RECORDS_REACH_BACK: Final = "records_reach_back_s"
+"""ErrorInfo metadata of OPERATION_NOT_FOUND: for how many seconds an operation would have been on record."""
+
 DETAILS_KEY: Final = "grpc-status-details-bin"
 """Trailing metadata key that holds a google.rpc.Status."""
 

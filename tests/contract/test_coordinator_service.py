@@ -187,6 +187,32 @@ async def test_an_outcome_that_was_unknown_is_asked_for_after_the_end_until_it_i
     assert len(fake.effects) == 1
 
 
+async def test_a_replica_whose_records_do_not_reach_back_cannot_say_that_nothing_was_executed(tmp_path: Path) -> None:
+    fake = FakeSidecar()
+    fake.lose_answers = True
+    reach_back_s = ""
+
+    async def forgotten(request: object, context: grpc.aio.ServicerContext) -> object:
+        if not reach_back_s:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        metadata = {errors.RECORDS_REACH_BACK: reach_back_s}
+        gone = errors.failure(grpc.StatusCode.NOT_FOUND, "OPERATION_NOT_FOUND", "not on record", metadata=metadata)
+        return await errors.abort(context, gone)
+
+    fake.GetOperation = forgotten  # type: ignore[method-assign]
+    async with serving(fake) as addresses, coordinator(tmp_path, named(addresses)) as running:
+        ended = await running.run(keep_reset())
+        reach_back_s = "0"
+        await running.app._running.unknowns.ask_all()
+        left = await running.get(ended.operation_id)
+        assert outcomes(left) == {"r0": "UNKNOWN"}
+        assert left.results[0].execution == types_pb2.EXECUTION_UNKNOWN
+        reach_back_s = "3600"
+        await running.app._running.unknowns.ask_all()
+        known = await running.get(ended.operation_id)
+        assert known.results[0].execution == types_pb2.EXECUTION_NOT_EXECUTED
+
+
 # --- steering ----------------------------------------------------------------------------------------------------
 
 

@@ -123,7 +123,11 @@ async def test_a_replica_that_never_heard_of_it_settles_it_as_not_executed(askin
     assert "nothing was executed" in status["message"]
 
 
-@pytest.mark.parametrize("word", [UNDER_WAY, Asked(None, Answer(fleet_pb2.TargetResult(code="UNAVAILABLE")))])
+@pytest.mark.parametrize(
+    "word",
+    [UNDER_WAY, Asked(None, Answer(fleet_pb2.TargetResult(code="UNAVAILABLE"))), Asked(known=False, records_s=1)],
+    ids=["under way", "cannot be asked", "restarted since"],
+)
 async def test_what_stays_unknown_is_asked_again_in_the_next_round(asking: Asking, word: Asked) -> None:
     asking.unknowns.seen(await asking.put(ended(1)))
     asking.replicas.word = word

@@ -139,6 +139,11 @@ class RecordedFleet:
             self.tape.write(Told(at_ns=now_ns(), operation_id=operation_id, rows=rows, final=True))
         return operation_id
 
+    def cancel(self, operation_id: str) -> None:
+        """Start nothing more of it, and try nothing again."""
+        request = fleet_pb2.FleetAdminCancelOperationRequest(operation_id=operation_id)
+        self.coordinator.stub.CancelOperation(request, timeout=LONG_S)
+
     def look(self, operation_id: str) -> fleet_pb2.FleetOperation:
         """The operation as the coordinator now tells it, put on record."""
         request = fleet_pb2.FleetAdminGetOperationRequest(operation_id=operation_id)

@@ -229,6 +229,7 @@ class _Connection:
                     break
             await sending
         except OSError:
+            await proxy._gates[direction][-1].wait()
             self.abort()  # one side has reset it, so the other hears the same
         finally:
             sending.cancel()

@@ -43,6 +43,7 @@ class BridgeEngine:
         self._changed = changed
         self._connection: Connection | None = None
         self._welcome: protocol.Welcome | None = None
+        self._attached_at = 0.0
         self._peer_pid = 0
         self._reader: page.PageReader | None = None
         self._refusal: Unreachable | None = None
@@ -82,12 +83,14 @@ class BridgeEngine:
             backend="bridge",
             pid=w.pid,
             data_parallel_size=w.data_parallel_size,
+            local_ranks=tuple(w.local_ranks),
             vllm_version=w.vllm_version,
             bridge_version=w.bridge_version,
             model=w.model,
             block_size=w.block_size,
             blocks=w.blocks,
             prefix_caching=w.prefix_caching,
+            attached_at=self._attached_at,
             capabilities=w.capabilities,
         )
 
@@ -190,6 +193,7 @@ class BridgeEngine:
         """One connection from its start to its end; False when none came about. Sets what `trouble` tells."""
         try:
             ownership.check_directory(self._socket_path.parent)
+            attached_at = self._socket_path.stat().st_mtime
             connection = await Connection.open(self._socket_path)
         except ownership.NotTrusted as error:
             self._refusal = Unreachable("ENGINE_NOT_TRUSTED", str(error))
@@ -211,6 +215,7 @@ class BridgeEngine:
             if self._welcome is not None and self._welcome.incarnation != welcome.incarnation:
                 raise Refused(f"its incarnation changed to {welcome.incarnation}: another engine took its socket")
             self._welcome = welcome
+            self._attached_at = attached_at
             LOG.info(
                 "engine connected engine=%s pid=%d vllm=%s model=%s",
                 self.key,
