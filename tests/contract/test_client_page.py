@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from fake_sidecar_server import FakeSidecar, refused
 from kvctl.v1 import replica_pb2
-from test_cli_commands import fleet
+from test_cli_commands import environment, fleet
 
 from sidecar.client import errors, weights
 from sidecar.client.errors import KvctlError
@@ -75,6 +77,23 @@ def test_the_block_that_tells_failures_apart_names_who_is_busy(
     busy.fail_with = [refused()]
     run(BLOCKS[-1], tmp_path, monkeypatch, busy, FakeSidecar("r1"))
     assert capsys.readouterr().out == "r0 is busy: BLOCKS_HELD_BY_REQUESTS\n"
+
+
+def test_the_example_of_a_training_loop_runs_and_leaves_out_who_is_lost(tmp_path: Path) -> None:
+    fakes = [FakeSidecar("r0"), FakeSidecar("r1")]
+    with fleet(tmp_path, *fakes, extra="- {name: gone, address: '127.0.0.1:1'}\n") as inventory:
+        script = ROOT / "docs" / "examples" / "weight_update_loop.py"
+        done = subprocess.run(
+            [sys.executable, str(script), "--inventory", str(inventory), "--steps", "2"],
+            capture_output=True, text=True, timeout=60, env=environment(tmp_path), check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("transferring to r0, r1\n") == 2
+    assert "step 1: gone is left out: " in done.stderr
+    for fake in fakes:
+        kinds = [type(request).__name__ for request in fake.requests]
+        assert kinds == ["PauseSchedulingRequest", "ResetPrefixCacheRequest", "ResumeSchedulingRequest"] * 2
+        assert fake.requests[-1].weight_version == "step-2"  # type: ignore[attr-defined]
 
 
 def test_the_tree_on_the_page_is_the_tree_of_exceptions() -> None:
