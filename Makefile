@@ -45,6 +45,12 @@ engine-tests: all ## Only the tests on real vLLM
 	$(LEFT_OUT)
 	$(PYTEST) -m "$(ENGINE)" -q $(ARGS)
 
+soak: all ## The long runs: state machine, load, inference, random faults, everything slow; about an hour and a half
+	KVCTL_STATE_MACHINE_RUNS=2000 timeout -k 60 7200 $(PYTEST) -q tests/engine/test_state_machine.py $(ARGS)
+	KVCTL_LOAD_SECONDS=600 timeout -k 60 4800 $(PYTEST) -q tests/robustness/test_load.py $(ARGS)
+	KVCTL_INFERENCE_SECONDS=300 timeout -k 60 2400 $(PYTEST) -q tests/e2e/test_real_inference.py $(ARGS)
+	KVCTL_FAULT_SECONDS=600 timeout -k 60 5400 $(PYTEST) -q -s -m slow $(ARGS)
+
 bench: all ## Every figure of docs/benchmarks.md, into build/bench, e.g. make bench ARGS='--only latency --write-docs'
 	$(BIN)/python -m tests.bench $(ARGS)
 
