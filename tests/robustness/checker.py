@@ -86,6 +86,15 @@ class _Run:
             for effect in self.effects
         )
 
+    def first_ends(self, operation_id: str) -> dict[str, str]:
+        """Replica -> how it was first said to have ended."""
+        ends: dict[str, str] = {}
+        for told in self.told.get(operation_id, ()):
+            for row in told.rows:
+                if row.outcome in TERMINAL:
+                    ends.setdefault(row.replica, row.outcome)
+        return ends
+
     def finals(self) -> Iterator[tuple[Called, Told]]:
         """Each operation with every account of it since it had ended."""
         for operation_id, accounts in self.told.items():
@@ -149,11 +158,12 @@ def _within_max_unavailable(run: _Run) -> Iterator[Violation]:
                     "within max_unavailable",
                     f"{running} targets of {call.operation_id} run, {call.max_unavailable} may",
                 )
-        # Only whole spans: how long a killed engine was "disrupted" is not for the engine to say.
+        # Only whole spans, of targets that the operation waited for: it has gone on past one that it gave up on.
+        awaited = {replica for replica, outcome in run.first_ends(call.operation_id).items() if outcome == "succeeded"}
         spans = [
             (begun, run.ended[key])
             for key, begun in run.taken.items()
-            if key[2] in call.request_ids and key in run.ended
+            if key[2] in call.request_ids and key[0] in awaited and key in run.ended
         ]
         for begun, _ in spans:
             at_work = sum(other_begun <= begun < other_ended for other_begun, other_ended in spans)

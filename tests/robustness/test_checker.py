@@ -142,6 +142,11 @@ def test_more_engines_at_work_at_once_than_may_be_are_caught() -> None:
     assert at(1.6).broken() == []
 
 
+def test_a_target_that_was_given_up_on_is_not_waited_for() -> None:
+    story = Story().call(1, max_unavailable=1).work(1.1, "r0", lasts=5).work(2, "r1")
+    assert story.tell(3, UNKNOWN, row("r1")).tell(7, row("r0"), row("r1")).broken() == []
+
+
 def test_more_targets_said_to_run_at_once_than_may_are_caught() -> None:
     story = Story().call(1, max_unavailable=1).work(1.1, "r0").work(1.3, "r1")
     story.tell(1.05, row("r0", "running"), row("r1", "running"), final=False).tell(2, row("r0"), row("r1"))
