@@ -38,7 +38,7 @@ is random in memory, so from about a quarter on the plain walk wins (tests/bench
 HEAD_NS = 1_000_000
 """Processor time for looking at the head of the queue in one piece, nanoseconds: what a step boundary can afford."""
 
-_VERIFY_BLOCKS = 128
+_VERIFY_BLOCKS = 64
 
 Attic = list[dict[object, object]]
 """Lookup maps that are out of use and still take up memory."""
@@ -133,8 +133,9 @@ def _reset_hashes(pool: BlockPool, entries: object) -> int:
         return _reset_each(pool.blocks)
     dropped = _reset_mapped(entries)
     stride = max(1, pool.num_gpu_blocks // _VERIFY_BLOCKS)
-    if any(block._block_hash is not None for block in pool.blocks[::stride]):
-        dropped += _reset_each(pool.blocks)
+    for block in pool.blocks[::stride]:
+        if block._block_hash is not None:
+            return dropped + _reset_each(pool.blocks)
     return dropped
 
 
