@@ -113,6 +113,7 @@ class Bridge:
             prefix_caching=identity.prefix_caching,
             capabilities=self._port.capabilities(),
             monotonic_ns=time.monotonic_ns(),
+            local_ranks=list(identity.local_ranks),
         )
 
     # --- what the loop calls -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ going on is pointless before the engine has been round its loop once more.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Literal, Protocol, TypeVar
 
 from engine_bridge import protocol
@@ -31,6 +31,11 @@ class Identity(Protocol):
     @property
     def data_parallel_size(self) -> int:
         """Ranks known to this engine, at least its own."""
+        ...
+
+    @property
+    def local_ranks(self) -> Sequence[int]:
+        """Ranks that run beside this one, itself among them, whether or not they have a bridge; empty when unknown."""
         ...
 
     @property

@@ -107,6 +107,8 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """Every capability this bridge knows -> "" when available, else the reason. See CAPABILITIES."""
     monotonic_ns: int
     """The engine's clock when this was written."""
+    local_ranks: list[int] = []
+    """Data-parallel ranks that run beside this one, itself among them; empty when unknown."""
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):

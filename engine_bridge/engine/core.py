@@ -12,7 +12,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.version import __version__ as vllm_version
 
 from engine_bridge import protocol
-from engine_bridge.engine import evidence, guards, pools, relief, tiers, versions
+from engine_bridge.engine import evidence, guards, pools, relief, siblings, tiers, versions
 from engine_bridge.engine import scheduler as requests
 from engine_bridge.engine.connector import connector_tier
 from engine_bridge.operations.pause import LONGEST_WEIGHT_VERSION
@@ -33,6 +33,7 @@ class EngineIdentity:
 
     data_parallel_rank: int
     data_parallel_size: int
+    local_ranks: tuple[int, ...]
     vllm_version: str
     model: str
     block_size: int
@@ -55,6 +56,7 @@ def _identity(engine: EngineCore) -> EngineIdentity:
     return EngineIdentity(
         data_parallel_rank=rank,
         data_parallel_size=max(int(config.parallel_config.data_parallel_size), rank + 1),
+        local_ranks=siblings.local_ranks(rank),
         vllm_version=vllm_version,
         model=served if isinstance(served, str) else served[0],
         block_size=int(config.cache_config.block_size),

@@ -372,6 +372,32 @@ def test_a_missing_rank_that_is_expected_is_not_a_smaller_replica(bench):
     assert [engine.status.code for engine in error.result.engines] == [0, 14]
 
 
+def test_a_rank_that_never_attached_is_known_from_the_one_beside_it(bench):
+    first = bench.engine("--rank", "0", "--dp-size", "2")
+    sidecar = bench.sidecar()
+    wait_until(lambda: "engine 1 has not attached yet" in sidecar.get("/readyz")[1], 30)
+    error = failed(reset(sidecar, 10.0))
+    assert (error.code, error.reason) == (Code.UNAVAILABLE, "ENGINE_STARTING")
+    assert "engine 1" in error.message
+    assert [engine.status.code for engine in error.result.engines] == [0, 14]
+    with sidecar.stub() as stub:
+        status = stub.AdmissionStatus(api.AdmissionStatusRequest(), timeout=30)
+        assert [engine.engine.data_parallel_rank for engine in status.engines] == [0, 1]
+        assert status.engines[1].verdict == types.VERDICT_STARTING
+        bench.engine("--rank", "1", "--dp-size", "2")
+        sidecar.wait_ready(30)
+        assert len(stub.GetReplica(api.GetReplicaRequest(), timeout=30).replica.engines) == 2
+    done(reset(sidecar, 10.0))
+    assert effects(first) == 2
+
+
+def test_a_replica_said_to_have_one_engine_has_one_whatever_that_engine_knows(bench):
+    bench.engine("--rank", "0", "--dp-size", "2")
+    sidecar = bench.sidecar("--expect-engines", "1")
+    sidecar.wait_ready(30)
+    done(reset(sidecar, 10.0))
+
+
 def test_a_pause_that_does_not_reach_every_rank_is_undone(bench):
     first, second = bench.engine("--rank", "0", "--dp-size", "2"), bench.engine("--rank", "1", "--dp-size", "2")
     sidecar = bench.sidecar()

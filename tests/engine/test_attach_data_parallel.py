@@ -20,6 +20,7 @@ def test_with_one_busy_rank_fail_is_refused_there_and_done_on_the_other(engine_d
     ):
         welcomes = [first.welcome, second.welcome]
         assert [welcome.data_parallel_rank for welcome in welcomes if welcome] == [0, 1]
+        assert [welcome.local_ranks for welcome in welcomes if welcome] == [[0, 1], [0, 1]]
         assert len({welcome.incarnation for welcome in welcomes if welcome}) == 2
         busy = engine.add(list(range(8, 72)), 5000, rank=0)
         engine.wait_tokens(busy, 1)

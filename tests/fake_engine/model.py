@@ -38,6 +38,10 @@ class FakeIdentity:
     blocks: int = 128
     prefix_caching: bool = True
 
+    @property
+    def local_ranks(self) -> list[int]:
+        return list(range(self.data_parallel_size)) if self.data_parallel_size > 1 else []
+
 
 @dataclass
 class FakeEngine:

@@ -3,7 +3,8 @@
 Sockets and pages survive a SIGKILL, a container that restarts keeps its volume, and a sidecar may come before or after
 its engine. So nothing is assumed about order: the directory is read twice a second (about 20 microseconds), each pair
 of files is one engine process, and a dead one stays listed, as dead, until a successor of its rank shows up. Listing
-it keeps a lost rank from being read as a smaller replica.
+it keeps a lost rank from being read as a smaller replica. A rank that never came is listed too, when the ranks beside
+it say that there is one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Final
 
 from sidecar.backends.bridge import ownership
 from sidecar.backends.bridge.backend import BridgeEngine
-from sidecar.backends.bridge.failed import FailedEngine
+from sidecar.backends.bridge.failed import FailedEngine, MissingEngine
 from sidecar.backends.engine import EngineBackend, Unreachable
 
 LOG: Final = logging.getLogger(__name__)
@@ -33,12 +34,16 @@ _MAX_FAILED_BYTES: Final = 64 * 1024
 class EngineDirectory:
     """Implements `sidecar.backends.engine.EngineSet` over a directory."""
 
-    def __init__(self, directory: Path, client: str = "kvctl-sidecar") -> None:
-        """`client` names this process in the engine's log. The directory need not exist yet."""
+    def __init__(self, directory: Path, client: str = "kvctl-sidecar", *, list_missing: bool = True) -> None:
+        """`client` names this process in the engine's log. `list_missing`: list ranks that never attached, as far as
+        the others know of them. The directory need not exist yet.
+        """
+        self._list_missing = list_missing
         self._directory = directory
         self._client = client
         self._engines: dict[str, BridgeEngine] = {}
         self._failed: dict[str, FailedEngine] = {}
+        self._missing: dict[int, MissingEngine] = {}
         self._born: dict[str, int] = {}
         self._callbacks: list[Callable[[], None]] = []
         self._problem = ""
@@ -67,7 +72,7 @@ class EngineDirectory:
         self._engines.clear()
 
     def engines(self) -> Sequence[EngineBackend]:
-        """Live ones, and per rank without a live one its latest dead or failed one."""
+        """Live ones, per rank without a live one its latest dead or failed one, and ranks that never attached."""
         every: list[BridgeEngine | FailedEngine] = [*self._engines.values(), *self._failed.values()]
         alive_ranks = {engine.rank for engine in every if not engine.dead}
         shown = [engine for engine in every if not engine.dead]
@@ -78,7 +83,23 @@ class EngineDirectory:
             known = latest.get(engine.rank)
             if known is None or self._born.get(engine.key, 0) > self._born.get(known.key, 0):
                 latest[engine.rank] = engine
-        return sorted([*shown, *latest.values()], key=lambda engine: (engine.rank, engine.key))
+        listed: list[EngineBackend] = [*shown, *latest.values()]
+        listed += self._never_attached({engine.rank for engine in listed})
+        return sorted(listed, key=lambda engine: (engine.rank, engine.key))
+
+    def _never_attached(self, listed: set[int]) -> list[MissingEngine]:
+        """Ranks that those connected now know beside them, and of which there is nothing here."""
+        known = {
+            rank
+            for engine in self._engines.values()
+            if self._list_missing and not engine.dead and engine.facts is not None
+            for rank in engine.facts.local_ranks
+        }
+        for rank in self._missing.keys() - (known - listed):
+            del self._missing[rank]
+        for rank in known - listed:
+            self._missing.setdefault(rank, MissingEngine(rank, self.place))
+        return list(self._missing.values())
 
     def trouble(self) -> Unreachable | None:
         """See EngineSet."""

@@ -1,40 +1,42 @@
-"""An engine that serves without the bridge, because the bridge could not attach.
+"""Engines that cannot be reached and must be listed: a reset that reached only the other ranks is not a success.
 
-It left a note instead of a socket. It must be listed: a reset that reached only the other ranks is not a success.
+One serves without the bridge, because the bridge could not attach; it left a note instead of a socket. Of another there
+is no trace at all but what the ranks beside it say: that its process runs.
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
 
 from engine_bridge import page, protocol
 from sidecar.backends.bridge import process
 from sidecar.backends.engine import EngineFacts, Liveness, Lost, Submitted, Unreachable
 
+ATTACH_GRACE_S: Final = 120.0
+"""How long after the first rank of a replica the last one may attach: their weights load beside each other."""
 
-class FailedEngine:
+
+class UnreachableEngine:
     """Implements `sidecar.backends.engine.EngineBackend` by saying why it cannot."""
 
     facts: EngineFacts | None = None
     connected = False
 
-    def __init__(self, key: str, rank: int, reason: str, pid: int) -> None:
-        """`reason` is the bridge's own; `pid` 0 when unknown."""
+    def __init__(self, key: str, rank: int, incarnation: str) -> None:
         self.key = key
         self.rank = rank
-        self.incarnation = key.rpartition("-")[2]
-        self._pid = pid
-        self.trouble = Unreachable(
-            "BRIDGE_NOT_ATTACHED",
-            f"engine {rank} (pid {pid}) serves without the kvctl bridge, which could not attach: {reason}",
-        )
+        self.incarnation = incarnation
 
     @property
-    def dead(self) -> bool:
-        """Whether its process is gone, as far as can be told: a stale note."""
-        return process.liveness(self._pid, 0) is Liveness.DEAD
+    def trouble(self) -> Unreachable:
+        """Why not."""
+        raise NotImplementedError
 
     def liveness(self) -> Liveness:
-        """See EngineBackend."""
-        return process.liveness(self._pid, 0)
+        """Nothing is known of the process."""
+        return Liveness.UNKNOWN
 
     def page(self) -> page.Snapshot | None:
         """There is none."""
@@ -61,3 +63,54 @@ class FailedEngine:
     ) -> protocol.Evidence | Lost | Unreachable:
         """See EngineBackend."""
         return self.trouble
+
+
+class FailedEngine(UnreachableEngine):
+    """One that left a note."""
+
+    def __init__(self, key: str, rank: int, reason: str, pid: int) -> None:
+        """`reason` is the bridge's own; `pid` 0 when unknown."""
+        super().__init__(key, rank, key.rpartition("-")[2])
+        self._pid = pid
+        self._reason = reason
+
+    @property
+    def trouble(self) -> Unreachable:
+        """In the bridge's own words."""
+        return Unreachable(
+            "BRIDGE_NOT_ATTACHED",
+            f"engine {self.rank} (pid {self._pid}) serves without the kvctl bridge, which could not attach: "
+            f"{self._reason}",
+        )
+
+    @property
+    def dead(self) -> bool:
+        """Whether its process is gone, as far as can be told: a stale note."""
+        return self.liveness() is Liveness.DEAD
+
+    def liveness(self) -> Liveness:
+        """See EngineBackend."""
+        return process.liveness(self._pid, 0)
+
+
+class MissingEngine(UnreachableEngine):
+    """One that the ranks beside it know of and that has never attached."""
+
+    def __init__(self, rank: int, place: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`place` is where its files would be; `clock` gives seconds."""
+        super().__init__(f"engine-{rank}-missing", rank, "")
+        self._place = place
+        self._clock = clock
+        self._since = clock()
+
+    @property
+    def trouble(self) -> Unreachable:
+        """Starting for as long as ranks may start one after another, missing from then on."""
+        missing_s = self._clock() - self._since
+        if missing_s < ATTACH_GRACE_S:
+            return Unreachable("ENGINE_STARTING", f"engine {self.rank} has not attached yet; the ranks beside it have")
+        return Unreachable(
+            "BRIDGE_NOT_ATTACHED",
+            f"engine {self.rank} has not appeared in {self._place} for {missing_s:.0f} s, and the ranks beside it say "
+            "that it runs: see its log for why the kvctl bridge did not attach",
+        )
