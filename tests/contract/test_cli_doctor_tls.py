@@ -20,6 +20,11 @@ from tests.security.certificates import Authority
 DAY = 86400.0
 
 
+@pytest.fixture(autouse=True)
+def time_for_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificates, "HANDSHAKE_TIMEOUT_S", 60.0)
+
+
 @asynccontextmanager
 async def sidecar(authority: Authority) -> AsyncIterator[str]:
     pair = authority.issue("replica")
