@@ -18,9 +18,9 @@ from tests.fake_engine.process import EngineProcess, spawn_engine
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[SidecarProcess, EngineProcess]]:
-    (tmp_path / "engines").mkdir()
-    with spawn_engine(tmp_path / "engines") as engine:
-        sidecar = SidecarProcess(tmp_path / "engines", tmp_path)
+    (tmp_path / "e").mkdir()
+    with spawn_engine(tmp_path / "e") as engine:
+        sidecar = SidecarProcess(tmp_path / "e", tmp_path)
         try:
             sidecar.wait_ready(60)
             yield sidecar, engine
@@ -77,7 +77,7 @@ def test_an_update_goes_on_with_a_sidecar_that_was_restarted_under_it(
         with fleet.weight_update("step-7", lease_s=600.0, require_all=True) as update:
             sidecar.process.kill()
             sidecar.process.wait(30)
-            again = SidecarProcess(tmp_path / "engines", tmp_path / "again", "--listen", sidecar.address)
+            again = SidecarProcess(tmp_path / "e", tmp_path / "again", "--listen", sidecar.address)
             stack.callback(again.end)
             again.wait_ready(60)
         update.raise_for_failures()

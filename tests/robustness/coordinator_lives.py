@@ -34,12 +34,12 @@ class Fleet:
         for index in range(replicas):
             name = f"r{index}"
             work = folder / name
-            (work / "engines").mkdir(parents=True)
+            (work / "e").mkdir(parents=True)
             self._effects[name] = work / "effects.jsonl"
-            engine = EngineProcess(work / "engines", "--effects", str(self._effects[name]))
+            engine = EngineProcess(work / "e", "--effects", str(self._effects[name]))
             self._stack.callback(engine.end)
             self._own_names[name] = f"own-{name}"
-            sidecar = SidecarProcess(work / "engines", work, "--name", f"own-{name}", "--log-level", "warning")
+            sidecar = SidecarProcess(work / "e", work, "--name", f"own-{name}", "--log-level", "warning")
             self._stack.callback(sidecar.end)
             sidecar.wait_ready(60)
             self.targets += ["--targets", f"{name}={sidecar.address}"]
