@@ -23,6 +23,7 @@ from pathlib import Path
 import grpc
 from kvctl.v1 import fleet_pb2, types_pb2
 
+from sidecar.client.blocking import Fleet
 from sidecar.coordinator.targets import derive_request_id
 from sidecar.rpc import errors
 from sidecar.rpc.channels import NO_SECURITY, ClientSecurity
@@ -119,6 +120,34 @@ class RecordedFleet:
             spec.rollout.strategy = fleet_pb2.ROLLOUT_STRATEGY_ROLLING
             spec.rollout.max_unavailable = str(max_unavailable)
             spec.rollout.max_failures = max_failures or len(self.replicas)
+        self._call(operation_id, timeout_s, max_unavailable)
+        request = fleet_pb2.StartOperationRequest(operation_id=operation_id, spec=spec)
+        self.refusal = None
+        self._until_answered(lambda: self.coordinator.stub.StartOperation(request, timeout=10))
+        if self.refusal is not None:
+            rows = [Row(name, "skipped", self.refusal.code.name, self.refusal.reason) for name in self.replicas]
+            self.tape.write(Told(at_ns=now_ns(), operation_id=operation_id, rows=rows, final=True))
+        return operation_id
+
+    def run_directly(self, timeout_s: int, operation_id: str = "") -> fleet_pb2.FleetOperation:
+        """What kvctl does without a coordinator: reset every replica from here. With an id: that one again."""
+        if not operation_id:
+            operation_id = str(uuid.uuid4())
+            self._call(operation_id, timeout_s, 0)
+        addresses = [f"{name}={replica.proxy.address}" for name, replica in self.replicas.items()]
+        with Fleet(addresses) as client:
+            done = client.reset_prefix_cache(
+                running_requests="keep", timeout_s=timeout_s, operation_id=operation_id
+            ).message
+        self.tape.write(
+            Told(at_ns=now_ns(), operation_id=operation_id, rows=[_row(row) for row in done.results], final=True)
+        )
+        return done
+
+    def _call(self, operation_id: str, timeout_s: float, max_unavailable: int) -> None:
+        """Put on record that this operation is about to be asked for."""
+        for name, replica in self.replicas.items():
+            self._incarnations[operation_id, name] = replica.engine.incarnation
         self.tape.write(
             Called(
                 at_ns=now_ns(),
@@ -129,15 +158,6 @@ class RecordedFleet:
                 max_unavailable=max_unavailable,
             )
         )
-        for name, replica in self.replicas.items():
-            self._incarnations[operation_id, name] = replica.engine.incarnation
-        request = fleet_pb2.StartOperationRequest(operation_id=operation_id, spec=spec)
-        self.refusal = None
-        self._until_answered(lambda: self.coordinator.stub.StartOperation(request, timeout=10))
-        if self.refusal is not None:
-            rows = [Row(name, "skipped", self.refusal.code.name, self.refusal.reason) for name in self.replicas]
-            self.tape.write(Told(at_ns=now_ns(), operation_id=operation_id, rows=rows, final=True))
-        return operation_id
 
     def cancel(self, operation_id: str) -> None:
         """Start nothing more of it, and try nothing again."""
