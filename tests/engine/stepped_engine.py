@@ -235,11 +235,8 @@ class Loop:
             options["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="Loader", kv_role="kv_consumer", kv_connector_module_path=__name__
             )
-        config = engine_config(
-            asynchronous=asynchronous,
-            distributed_executor_backend=f"{__name__}.{LoadingExecutor.__name__}",
-            **options,
-        )
+        options.setdefault("distributed_executor_backend", f"{__name__}.{LoadingExecutor.__name__}")
+        config = engine_config(asynchronous=asynchronous, **options)
         self.engine: Any = SteppedEngine(config)
         self.bridge: Any = hooks.attach_to_process(self.engine)
         assert self.bridge is not None
