@@ -167,6 +167,7 @@ async def test_a_pod_that_is_not_ready_is_reset_when_it_is_again(cluster: Cluste
         await done(cluster, "weights-1", "p2")  # the events of both have been seen by now
         assert RESET_DONE not in annotations(cluster)
         assert cluster.effects() == [0, 0, 1, 0]
+        assert len(operations(cluster)) == 1, "it is waited for, not tried"
         await cluster.api.put("pods", pod(POD, cluster.addresses[1], annotations={RESET_ON: "weights-1"}))
         await done(cluster, "weights-1")
     assert cluster.effects() == [0, 1, 1, 0]
@@ -248,6 +249,20 @@ async def test_a_value_that_returns_before_the_other_s_reset_has_ended_is_a_new_
         go.set()
         await done(cluster, "weights-1")
     assert cluster.effects() == [0, 3, 0, 0]
+
+
+async def test_a_value_that_changes_while_the_old_one_is_taken_up_is_the_one_that_is_taken_up(cluster: Cluster) -> None:
+    changes = iter(["weights-2"])
+
+    async def change(method: str, path: str) -> None:
+        if method == "PATCH" and path.endswith(f"/pods/{POD}") and (value := next(changes, None)):
+            await annotate(cluster, value)
+
+    cluster.api.faults = change
+    async with cluster.operator():
+        await annotate(cluster, "weights-1")
+        await done(cluster, "weights-2")
+    assert values(cluster) == ["weights-2"]
 
 
 async def test_an_annotation_that_is_taken_away_ends_the_tries(cluster: Cluster) -> None:
