@@ -7,6 +7,7 @@ A trap: a request whose load has finished keeps the status of one that waits for
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -28,7 +29,10 @@ MAX_WAITING: Final = 2048
 """Waiting requests looked at for one answer."""
 
 MAX_HELD: Final = 16_384
-"""Block table entries looked at to count distinct held blocks: about a millisecond."""
+"""Block table entries looked at to count distinct held blocks: one to two milliseconds."""
+
+COUNT_NS: Final = 2_000_000
+"""Processor time after which that count is given up, on a core where it takes longer; nanoseconds."""
 
 
 @dataclass(slots=True)
@@ -116,13 +120,20 @@ def load_has_finished(scheduler: Scheduler, request: Request) -> bool:
 
 def orphaned_blocks(scheduler: Scheduler) -> int:
     """Held blocks that no live request holds: transfers, delayed frees, or a leak. -1 when there are more than
-    MAX_HELD block table entries to look at.
+    MAX_HELD block table entries to look at, or COUNT_NS did not suffice for them.
     """
     tables = list(_live_tables(scheduler))
     if sum(map(len, tables)) > MAX_HELD:
         return -1
-    live = {id(block) for table in tables for block in table if not block.is_null}
-    return pools.held_blocks(pools.distinct_pools(scheduler)) - len(live)
+    until = time.thread_time_ns() + COUNT_NS
+    live: set[int] = set()
+    for table in tables:
+        live.update(map(id, table))
+        if time.thread_time_ns() > until:
+            return -1
+    found = pools.distinct_pools(scheduler)
+    live.difference_update([id(pool.null_block) for pool in found])
+    return pools.held_blocks(found) - len(live)
 
 
 def orphaned_at_least(scheduler: Scheduler) -> int:

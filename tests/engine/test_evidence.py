@@ -129,7 +129,11 @@ def test_too_many_held_blocks_to_count_are_said_to_be_uncounted(monkeypatch: pyt
     world = World(blocks=64)
     world.add("a", 20 * BLOCK)
     world.step()
-    monkeypatch.setattr(waiting, "MAX_HELD", 10)
+    assert read(world).blocks_orphaned == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(waiting, "MAX_HELD", 10)
+        assert read(world).blocks_orphaned == -1
+    monkeypatch.setattr(waiting, "COUNT_NS", -1)
     assert read(world).blocks_orphaned == -1
     assert evidence.holders(world.scheduler).transfer_blocks == 0
     world.pool.get_new_blocks(5)
