@@ -231,14 +231,20 @@ async def test_a_file_that_is_no_database_opens_with_trouble_and_refuses_writes(
 async def test_a_damaged_store_still_reads_what_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "ops.db"
     store = Store(path)
-    made = [operation() for _ in range(40)]
+    # Ids in order, so that what belongs together is stored together and the first is far from the last.
+    made = [operation(str(uuid.UUID(int=number + 1))) for number in range(40)]
     for each in made:
         await store.create(each, [Aim(f"r{i}", f"10.0.0.{i}:1", {"x": "y" * 200}) for i in range(30)], [], "me")
     await store.close()
-    pages = path.stat().st_size // 4096
+    content = path.read_bytes()
+    pages = [content[at : at + 4096] for at in range(0, len(content), 4096)]
+    leaf_of_an_index, last = 0x0A, made[-1].operation_id.encode()
+    damaged = [n for n, page in enumerate(pages) if page[0] == leaf_of_an_index and last in page and b"y" * 200 in page]
+    assert damaged
     with path.open("r+b") as file:
-        file.seek((pages - 3) * 4096)
-        file.write(os.urandom(2 * 4096))
+        for number in damaged:
+            file.seek(number * 4096)
+            file.write(b"\xa5" * 4096)
     store = Store(path)
     assert "corrupt" in store.trouble
     with pytest.raises(StoreError, match="corrupt"):
