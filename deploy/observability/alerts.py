@@ -313,6 +313,23 @@ PRESENCE: Final = (
         summary=f"NOT ALL SUCCEEDED: coordinator {REPLICA}: {_TIMES} targets of {_OPERATION} failed in 15 minutes.",
         remedy="Run `kvctl ops list`, then `kvctl ops get ID`: every target is there with its reason.",
     ),
+    Alert(
+        name="KvctlStoreFailed",
+        expr="kvctl_coordinator_store_failed == 1",
+        hold="1m",
+        severity="critical",
+        summary=f"STORE FAILED: coordinator {REPLICA} cannot put operations on record; it starts none.",
+        remedy="Its log and the refusals (STORE_FAILED) name the file and the error: free the disk, mend the rights.",
+    ),
+    Alert(
+        name="KvctlDiscoveryIncomplete",
+        expr="kvctl_coordinator_discovery_incomplete == 1",
+        hold="10m",
+        severity="warning",
+        summary=f"INCOMPLETE: coordinator {REPLICA} may not see every replica.",
+        remedy="Run `kvctl replicas`: its warnings say which source is in trouble. No fleet operation ends as "
+        "succeeded until then.",
+    ),
 )
 
 GROUPS: Final = (

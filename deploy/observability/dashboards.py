@@ -302,6 +302,23 @@ OPERATIONS: Final = Dashboard(
             (Query(f"sum by (state) (kvctl_coordinator_replicas{{{_FLEET}}})", "{{state}}"),),
         ),
         Panel(
+            "Fleet operations under way, and calls beyond the first",
+            (
+                Query(f"kvctl_coordinator_operations_active{{{_FLEET}}}", "under way {{pod}}"),
+                Query(f"increase(kvctl_coordinator_retries_total{{{_FLEET}}}[15m])", "retries {{pod}}"),
+            ),
+            about="Retries that grow while nothing fails: replicas that refuse, or that answer late.",
+        ),
+        Panel(
+            "Fleet operations by end, a 15 minute window",
+            (
+                Query(
+                    f"sum by (operation, state) (increase(kvctl_coordinator_operations_total{{{_FLEET}}}[15m]))",
+                    "{{operation}} {{state}}",
+                ),
+            ),
+        ),
+        Panel(
             "Operations with unknown outcomes",
             (Query(f"kvctl_coordinator_operations_unknown{{{_FLEET}}}", "{{pod}}"),),
             kind="stat",

@@ -193,6 +193,18 @@ CASES: dict[str, Case] = {
         {**TARGET, "operation": "reset"},
         {"humanize": "1"},
     ),
+    "KvctlStoreFailed": Case(
+        [Series("kvctl_coordinator_store_failed", "0 1x10")],
+        [Series("kvctl_coordinator_store_failed", "0 1x3 0x10")],
+        "2m",
+        TARGET,
+    ),
+    "KvctlDiscoveryIncomplete": Case(
+        [Series("kvctl_coordinator_discovery_incomplete", "0 1x60")],
+        [Series("kvctl_coordinator_discovery_incomplete", "0 1x30 0x30")],
+        "11m",
+        TARGET,
+    ),
 }
 
 
