@@ -6,7 +6,7 @@ a function that sends the reply, time comes from a clock, and `tick` is called a
 * A request id is noted in the page before its deadline is looked at, so that an id absent from the page after the
   deadline was never executed.
 * The same id again joins the operation while it runs, and gets the recorded outcome afterwards; with other arguments it
-  is told "mismatch". The record is a ring of RECORDED_OUTCOMES; an id that fell out of it is a new one.
+  is told "mismatch". See `outcomes` for how long the record is.
 * Another operation while one runs, or waits for an idle moment, is told "busy" and by which id.
 * A caller that goes away changes nothing: the outcome is recorded for whoever asks again.
 * An operation that raises is answered "raised"; nothing it raises reaches the engine's loop.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -28,9 +27,9 @@ from engine_bridge.operations import Context, Lease, Memory, Meter, Verdict
 from engine_bridge.operations.admission import read_admission
 from engine_bridge.operations.catalog import OPERATION_NAMES, begin
 from engine_bridge.operations.pause import end_lease, forget_what_others_ended, renew
+from engine_bridge.outcomes import Outcomes, fingerprint
 from engine_bridge.port import EnginePort, Work
 
-RECORDED_OUTCOMES: Final = 1024
 SLICE_NS: Final = 1_500_000
 """Time one boundary gives to an operation before the engine steps again; well below the promised 5 ms."""
 MAX_TEXT: Final = 2000
@@ -92,17 +91,6 @@ class _Active:
         return self.work is None or (self.context is not None and self.context.untouched)
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    fingerprint: bytes
-    outcome: protocol.Outcome
-
-
-def fingerprint(request: protocol.Mutation) -> bytes:
-    """The arguments of a request without the call number and the deadline: what makes two requests the same."""
-    return protocol.encoder.encode(msgspec.structs.replace(request, call=0, deadline_ns=0))
-
-
 def _canonical(request_id: str) -> str:
     """The one spelling of a UUID that the record and the page know; empty when it is none."""
     try:
@@ -128,7 +116,7 @@ class Dispatcher:
         self._clock = clock
         self._stopping = stopping
         self._active: _Active | None = None
-        self._ring: OrderedDict[str, _Recorded] = OrderedDict()
+        self._outcomes = Outcomes()
         self.memory = Memory()
 
     # --- for the loop --------------------------------------------------------------------------------------------
@@ -216,9 +204,9 @@ class Dispatcher:
 
     def _lookup(self, request: protocol.Lookup) -> protocol.Found:
         request_id = _canonical(request.request_id)
-        recorded = self._ring.get(request_id)
+        recorded = self._outcomes.find(request_id)
         if recorded is not None:
-            outcome = msgspec.structs.replace(recorded.outcome, call=request.call, replayed=True)
+            outcome = recorded.again(request.call)
             return protocol.Found(request.call, request.request_id, known=True, outcome=outcome)
         running = self._active is not None and self._active.request.request_id == request_id
         return protocol.Found(request.call, request.request_id, known=running)
@@ -237,7 +225,7 @@ class Dispatcher:
             )
         active = self._active
         if active is None or active.request.request_id != request_id:
-            known = request_id in self._ring
+            known = self._outcomes.find(request_id) is not None
             message = "it has ended already" if known else "no such operation is on record on this engine"
             return protocol.Cancelled(request.call, request.request_id, cancelled=False, message=message)
         if not active.can_be_withdrawn:
@@ -274,12 +262,12 @@ class Dispatcher:
                 return
             active.waiters.append(_Waiter(request.call, reply))
             return
-        recorded = self._ring.get(request.request_id)
+        recorded = self._outcomes.find(request.request_id)
         if recorded is not None:
             if recorded.fingerprint != fingerprint(request):
                 self._tell(reply, request, _mismatch(request))
                 return
-            reply(msgspec.structs.replace(recorded.outcome, call=request.call, replayed=True))
+            reply(recorded.again(request.call))
             return
         if self._stopping():
             verdict = Verdict("stopping", reason="ENGINE_STOPPING", message="the engine is shutting down")
@@ -396,9 +384,7 @@ class Dispatcher:
             result,
             retry_after_ms=verdict.retry_after_ms,
         )
-        self._ring[request.request_id] = _Recorded(fingerprint(request), outcome)
-        if len(self._ring) > RECORDED_OUTCOMES:
-            self._ring.popitem(last=False)
+        self._outcomes.put(request, outcome)
         for waiter in active.waiters:
             waiter.reply(msgspec.structs.replace(outcome, call=waiter.call))
 

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from engine_bridge import protocol
-from engine_bridge.dispatcher import fingerprint
 from engine_bridge.listener import MAX_BAD_FRAMES, MAX_CONNECTIONS
+from engine_bridge.outcomes import fingerprint
 from engine_bridge.page import PageReader, Phase
 from tests.engine.fake_vllm import expected_tokens
 from tests.engine.moves import (

@@ -238,6 +238,8 @@ def test_waking_with_hashes_of_lost_memory_is_told_though_nobody_looked_while_it
     driven.add("runs")
     driven.finish()
     assert not driven.evidence().woke_without_reset
+    driven.turn(3)
+    assert driven.loop.blocked
     # As a vLLM that keeps its hashes through a sleep, at the moment its own sleep takes hold.
     driven.loop.executor.sleep(1)
     driven.loop.utility("wake_up", None)

@@ -8,7 +8,8 @@ import pytest
 
 from engine_bridge import dispatcher as module
 from engine_bridge import protocol
-from engine_bridge.dispatcher import RECORDED_OUTCOMES, SLICE_NS
+from engine_bridge.dispatcher import SLICE_NS
+from engine_bridge.outcomes import RECORDED_OUTCOMES
 from tests.fake_engine.client import new_id
 from tests.fake_engine.world import SECOND, World, slow_reorder
 
