@@ -34,7 +34,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "sidecar.replica.main", *arguments]
 
 
-def run_to_end(*arguments: str, timeout: float = 20, **env: str) -> subprocess.CompletedProcess[str]:
+def run_to_end(*arguments: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a sidecar that is expected to end by itself."""
     return subprocess.run(
         command(*arguments), env=environment(**env), capture_output=True, text=True, timeout=timeout, check=False
@@ -58,7 +58,7 @@ class SidecarProcess:
             self.process = subprocess.Popen(
                 command(*words, *arguments), env=environment(**env), stderr=log, stdout=subprocess.PIPE, text=True
             )
-        wait_until(lambda: self.ready_file.exists() or self.process.poll() is not None, 15)
+        wait_until(lambda: self.ready_file.exists() or self.process.poll() is not None, 60)
         if self.process.poll() is not None:
             raise RuntimeError(f"the sidecar ended with {self.process.returncode}:\n{self.log_file.read_text()}")
         ready = json.loads(self.ready_file.read_text())
@@ -86,7 +86,7 @@ class SidecarProcess:
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    def wait_ready(self, timeout: float = 10) -> None:
+    def wait_ready(self, timeout: float = 60) -> None:
         wait_until(lambda: self.get("/readyz")[0] == 200, timeout, lambda: self.get("/readyz")[1])
 
     def audit(self) -> list[dict[str, object]]:
@@ -97,7 +97,7 @@ class SidecarProcess:
     def log(self) -> str:
         return self.log_file.read_text()
 
-    def terminate(self, timeout: float = 15) -> int:
+    def terminate(self, timeout: float = 60) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)

@@ -28,10 +28,10 @@ class Replica:
         self.sidecar = sidecar
         self.stub = stub
 
-    def reset(self, timeout: float = 5, **fields) -> api.ResetPrefixCacheResponse:
+    def reset(self, timeout: float = 30, **fields) -> api.ResetPrefixCacheResponse:
         return self.stub.ResetPrefixCache(api.ResetPrefixCacheRequest(**fields), timeout=timeout)
 
-    def reorder(self, scope, timeout: float = 5) -> api.ReorderFreeQueueResponse:
+    def reorder(self, scope, timeout: float = 30) -> api.ReorderFreeQueueResponse:
         return self.stub.ReorderFreeQueue(api.ReorderFreeQueueRequest(scope=scope), timeout=timeout)
 
 
@@ -108,7 +108,7 @@ def test_a_lease_outside_its_range_is_refused(replica, seconds):
     request = api.PauseSchedulingRequest()
     request.lease.FromNanoseconds(int(seconds * 1e9))
     with failing() as caught:
-        replica.stub.PauseScheduling(request, timeout=3)
+        replica.stub.PauseScheduling(request, timeout=30)
     assert [v.field for v in caught[0].violations] == ["lease"]
 
 
@@ -202,7 +202,7 @@ def armed_reset(replica: Replica, timeout: float = 4) -> Iterator[str]:
     thread = threading.Thread(target=call)
     thread.start()
     try:
-        wait_until(lambda: any(line["request_id"] == request_id for line in replica.sidecar.audit()), 3)
+        wait_until(lambda: any(line["request_id"] == request_id for line in replica.sidecar.audit()), 30)
         yield request_id
     finally:
         replica.engine.do("release")
@@ -254,14 +254,14 @@ def test_a_connector_that_answers_none_is_unsupported_never_done(replica):
 
 def test_a_method_that_does_not_exist_has_details_too(replica):
     with replica.sidecar.channel() as channel, failing() as caught:
-        channel.unary_unary("/kvctl.v1.CacheAdmin/NotYet")(b"", timeout=3)
+        channel.unary_unary("/kvctl.v1.CacheAdmin/NotYet")(b"", timeout=30)
     assert (caught[0].code, caught[0].reason) == (Code.UNIMPLEMENTED, "METHOD_NOT_SERVED")
     assert "one version" in caught[0].message
 
 
 def test_the_fleet_service_is_not_mistaken_for_ours(replica):
     with replica.sidecar.channel() as channel, failing() as caught:
-        channel.unary_unary("/kvctl.v1.FleetAdmin/ListReplicas")(b"", timeout=3)
+        channel.unary_unary("/kvctl.v1.FleetAdmin/ListReplicas")(b"", timeout=30)
     assert caught[0].reason == "METHOD_NOT_SERVED"
 
 
@@ -279,7 +279,7 @@ def test_an_armed_reset_that_meets_no_idle_moment_is_withdrawn_at_the_deadline(r
 def test_an_armed_reset_fires_at_the_first_idle_moment(replica):
     with armed_reset(replica) as request_id:
         pass
-    found = replica.stub.GetOperation(api.GetOperationRequest(request_id=request_id), timeout=3)
+    found = replica.stub.GetOperation(api.GetOperationRequest(request_id=request_id), timeout=30)
     assert found.finished
     assert found.code == 0
     assert found.reset.engines[0].prefix_cache.state == types.TIER_STATE_DONE
@@ -316,23 +316,23 @@ def test_an_operation_nobody_knows_is_not_found(replica):
         (replica.stub.CancelOperation, api.CancelOperationRequest(request_id=str(uuid.uuid4()))),
     ):
         with failing() as caught:
-            method(request, timeout=3)
+            method(request, timeout=30)
         assert (caught[0].code, caught[0].reason) == (Code.NOT_FOUND, "OPERATION_NOT_FOUND")
 
 
 def test_an_armed_reset_can_be_withdrawn(replica):
     replica.engine.do("hold")
     with armed_reset(replica) as request_id:
-        answer = replica.stub.CancelOperation(api.CancelOperationRequest(request_id=request_id), timeout=3)
+        answer = replica.stub.CancelOperation(api.CancelOperationRequest(request_id=request_id), timeout=30)
         assert answer.cancelled
-    found = replica.stub.GetOperation(api.GetOperationRequest(request_id=request_id), timeout=3)
+    found = replica.stub.GetOperation(api.GetOperationRequest(request_id=request_id), timeout=30)
     assert found.reason == "CANCELLED"
 
 
 def test_a_finished_operation_cannot_be_withdrawn_and_says_so(replica):
     request_id = str(uuid.uuid4())
     replica.reset(running_requests=KEEP, request_id=request_id)
-    answer = replica.stub.CancelOperation(api.CancelOperationRequest(request_id=request_id), timeout=3)
+    answer = replica.stub.CancelOperation(api.CancelOperationRequest(request_id=request_id), timeout=30)
     assert not answer.cancelled
     assert "ended already" in answer.engines[0].message
 
@@ -349,18 +349,18 @@ def test_calls_over_the_limit_are_refused_at_once_and_health_still_answers(tmp_p
             watch = stub.WatchAdmission(api.WatchAdmissionRequest(), timeout=20)
             next(watch)
             with failing() as caught:
-                stub.GetReplica(api.GetReplicaRequest(), timeout=3)
+                stub.GetReplica(api.GetReplicaRequest(), timeout=30)
             assert (caught[0].code, caught[0].reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_OPERATIONS")
             assert caught[0].retry_after is not None
             watch.cancel()
-            wait_until(lambda: _answers(stub), 3)
+            wait_until(lambda: _answers(stub), 30)
     finally:
         sidecar.end()
 
 
 def _answers(stub) -> bool:
     try:
-        stub.GetReplica(api.GetReplicaRequest(), timeout=3)
+        stub.GetReplica(api.GetReplicaRequest(), timeout=30)
     except grpc.RpcError:
         return False
     return True

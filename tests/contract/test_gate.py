@@ -77,7 +77,7 @@ async def served() -> AsyncIterator[Served]:
 
 async def failure_of(call) -> errors.Failure:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             await call
     return errors.parse(raised.value)
 
@@ -113,7 +113,7 @@ async def test_a_method_the_server_did_not_implement_has_its_reason(served):
 async def test_a_caller_that_goes_away_ends_its_handler_and_nothing_else(served):
     call = served.stub.GetReplica(api.GetReplicaRequest())
     waiting = asyncio.ensure_future(call.wait_for_connection())
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(30):
         await served.unruly.entered.wait()
         call.cancel()
         await served.unruly.cancelled.wait()
@@ -135,7 +135,7 @@ async def test_a_proxy_in_the_environment_does_not_capture_loopback(served, monk
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     async with channels.connect(served.bound) as channel:
         stub = replica_pb2_grpc.CacheAdminStub(channel)
-        await stub.GetOperation(api.GetOperationRequest(), timeout=3)
+        await stub.GetOperation(api.GetOperationRequest(), timeout=30)
 
 
 async def test_a_channel_finds_a_server_again_within_seconds_of_its_return():
@@ -151,7 +151,7 @@ async def test_a_channel_finds_a_server_again_within_seconds_of_its_return():
     server, bound = await serve(settings)
     async with channels.connect(bound) as channel:
         stub = replica_pb2_grpc.CacheAdminStub(channel)
-        await stub.GetOperation(api.GetOperationRequest(), timeout=3)
+        await stub.GetOperation(api.GetOperationRequest(), timeout=30)
         await server.stop(0)
         for _ in range(20):
             with pytest.raises(grpc.aio.AioRpcError):

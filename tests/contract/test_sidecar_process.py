@@ -55,7 +55,7 @@ def sidecar(engine_dir: Path, tmp_path: Path) -> Iterator[SidecarProcess]:
 def health(sidecar: SidecarProcess, service: str = "") -> int:
     with sidecar.channel() as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=3).status
+        return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=30).status
 
 
 # --- starting ----------------------------------------------------------------------------------------------------
@@ -70,13 +70,13 @@ def test_health_starts_as_not_serving_follows_the_engines_and_tells_watchers(sid
         thread.start()
         engine = EngineProcess(engine_dir)
         try:
-            wait_until(lambda: health(sidecar, "kvctl.v1.CacheAdmin") == STATUS.SERVING, 5)
+            wait_until(lambda: health(sidecar, "kvctl.v1.CacheAdmin") == STATUS.SERVING, 30)
             engine.kill()
-            wait_until(lambda: health(sidecar) == STATUS.NOT_SERVING, 5)
+            wait_until(lambda: health(sidecar) == STATUS.NOT_SERVING, 30)
         finally:
             engine.end()
         assert sidecar.terminate() == 0
-        thread.join(5)
+        thread.join(30)
     assert seen == [STATUS.NOT_SERVING, STATUS.SERVING, STATUS.NOT_SERVING]
 
 
@@ -125,7 +125,7 @@ def test_a_second_sidecar_does_not_take_a_unix_socket_away(engine_dir, tmp_path)
         assert ended.returncode == 4
         assert "already in use" in ended.stderr
         with sidecar.stub() as stub:
-            assert stub.GetReplica(api.GetReplicaRequest(), timeout=3).replica.name == "r0"
+            assert stub.GetReplica(api.GetReplicaRequest(), timeout=30).replica.name == "r0"
         assert sidecar.terminate() == 0
         assert not path.exists()
     finally:
@@ -141,7 +141,7 @@ def test_a_unix_socket_left_by_a_killed_sidecar_is_no_obstacle(engine_dir, tmp_p
     second = SidecarProcess(engine_dir, tmp_path, "--listen", f"unix:{path}")
     try:
         with second.stub() as stub:
-            stub.GetReplica(api.GetReplicaRequest(), timeout=3)
+            stub.GetReplica(api.GetReplicaRequest(), timeout=30)
     finally:
         second.end()
 
@@ -152,7 +152,7 @@ def test_it_listens_on_ipv4_ipv6_and_names_and_logs_the_bound_address(engine_dir
     try:
         assert sidecar.address.rpartition(":")[0] == listen.rpartition(":")[0]
         with sidecar.stub() as stub:
-            stub.GetReplica(api.GetReplicaRequest(), timeout=3)
+            stub.GetReplica(api.GetReplicaRequest(), timeout=30)
         assert sidecar.get("/livez")[0] == 200
         assert f"address={sidecar.address}" in sidecar.log()
     finally:
@@ -227,7 +227,7 @@ def test_sigterm_during_the_start_ends_it_promptly(engine_dir):
         )
         time.sleep(wait_ms / 1e3)
         process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=5)
+        _, stderr = process.communicate(timeout=30)
         # Before the interpreter has run a line of ours, the signal's default action ends it: -15.
         assert process.returncode in (0, -signal.SIGTERM), stderr
         assert b"Traceback" not in stderr
@@ -235,19 +235,22 @@ def test_sigterm_during_the_start_ends_it_promptly(engine_dir):
 
 def test_a_running_operation_is_finished_before_the_exit(sidecar, engine):
     sidecar.wait_ready()
-    engine.do("slow", method="drop_prefix_cache", seconds=1.0)
+    engine.do("hold_at", point="before_effect")
     answers: list[object] = []
 
     def call() -> None:
         with sidecar.stub() as stub:
             request = api.ResetPrefixCacheRequest(running_requests=types.RUNNING_REQUESTS_KEEP)
-            answers.append(stub.ResetPrefixCache(request, timeout=10))
+            answers.append(stub.ResetPrefixCache(request, timeout=60))
 
     thread = threading.Thread(target=call)
     thread.start()
-    wait_until(lambda: len(sidecar.audit()) == 1, 3)
-    assert sidecar.terminate() == 0
-    thread.join(5)
+    engine.do("wait_held")
+    sidecar.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "stopping" in sidecar.log(), 30)
+    engine.do("let_go")
+    assert sidecar.process.wait(60) == 0
+    thread.join(60)
     assert isinstance(answers[0], api.ResetPrefixCacheResponse)
     assert [line["audit"] for line in sidecar.audit()] == ["begin", "end"]
 
@@ -268,11 +271,11 @@ def test_an_operation_that_waits_is_withdrawn_within_the_grace(engine_dir, tmp_p
 
         thread = threading.Thread(target=call)
         thread.start()
-        wait_until(lambda: len(sidecar.audit()) == 1, 3)
+        wait_until(lambda: len(sidecar.audit()) == 1, 30)
         began = time.monotonic()
         assert sidecar.terminate() == 0
-        assert time.monotonic() - began < 3
-        thread.join(5)
+        assert time.monotonic() - began < 20, "long before the operation's own deadline"
+        thread.join(60)
         assert answers[0].code is grpc.StatusCode.CANCELLED
         assert sidecar.audit()[-1]["code"] == "CANCELLED"
     finally:
@@ -280,21 +283,22 @@ def test_an_operation_that_waits_is_withdrawn_within_the_grace(engine_dir, tmp_p
 
 
 def test_a_draining_sidecar_takes_nothing_new_and_says_so(engine_dir, tmp_path, engine):
-    sidecar = SidecarProcess(engine_dir, tmp_path, "--grace", "4s")
+    sidecar = SidecarProcess(engine_dir, tmp_path, "--grace", "60s")
     try:
         sidecar.wait_ready()
-        engine.do("slow", method="drop_prefix_cache", seconds=1.5)
+        engine.do("hold_at", point="before_effect")
         request = api.ResetPrefixCacheRequest(running_requests=types.RUNNING_REQUESTS_KEEP)
         with sidecar.stub() as stub:
-            first = stub.ResetPrefixCache.future(request, timeout=10)
-            wait_until(lambda: len(sidecar.audit()) == 1, 3)
+            first = stub.ResetPrefixCache.future(request, timeout=60)
+            engine.do("wait_held")
             sidecar.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: sidecar.get("/readyz")[0] == 503, 3)
+            wait_until(lambda: sidecar.get("/readyz")[0] == 503, 30)
             with pytest.raises(grpc.RpcError) as raised:
-                stub.ReorderFreeQueue(api.ReorderFreeQueueRequest(), timeout=3)
+                stub.ReorderFreeQueue(api.ReorderFreeQueueRequest(), timeout=30)
             assert errors.parse(raised.value).reason == "SERVER_STOPPING"
-            first.result(timeout=10)
-        assert sidecar.process.wait(10) == 0
+            engine.do("let_go")
+            first.result(timeout=60)
+        assert sidecar.process.wait(60) == 0
     finally:
         sidecar.end()
 
@@ -306,7 +310,7 @@ def test_an_open_watch_does_not_hold_up_the_end_and_is_told(sidecar, engine):
         next(watch)
         began = time.monotonic()
         assert sidecar.terminate() == 0
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 15, "before the grace of 20 s"
         with pytest.raises(grpc.RpcError) as raised:
             for _ in watch:
                 pass
@@ -320,11 +324,11 @@ def test_a_second_signal_leaves_at_once(engine_dir, tmp_path, engine):
         engine.do("hold")
         with sidecar.stub() as stub:
             kept = stub.ResetPrefixCache.future(api.ResetPrefixCacheRequest(wait_for_idle=True), timeout=60)
-            wait_until(lambda: len(sidecar.audit()) == 1, 3)
+            wait_until(lambda: len(sidecar.audit()) == 1, 30)
             sidecar.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: "stopping" in sidecar.log(), 3)
+            wait_until(lambda: "stopping" in sidecar.log(), 30)
             sidecar.process.send_signal(signal.SIGTERM)
-            assert sidecar.process.wait(3) == 1
+            assert sidecar.process.wait(30) == 1
             kept.cancel()
     finally:
         sidecar.end()
@@ -338,7 +342,7 @@ def test_get_replica_shows_identity_engines_and_capabilities(engine_dir, tmp_pat
     try:
         sidecar.wait_ready()
         with sidecar.stub() as stub:
-            replica = stub.GetReplica(api.GetReplicaRequest(), timeout=3).replica
+            replica = stub.GetReplica(api.GetReplicaRequest(), timeout=30).replica
     finally:
         sidecar.end()
     assert (replica.name, dict(replica.labels)) == ("r0", {"pool": "a", "zone": "z1"})
@@ -369,7 +373,7 @@ def test_an_admission_change_reaches_a_watcher_at_once(sidecar, engine):
 def test_metrics_are_valid_and_count_operations(sidecar, engine):
     sidecar.wait_ready()
     with sidecar.stub() as stub:
-        stub.ResetPrefixCache(api.ResetPrefixCacheRequest(request_id=str(uuid.uuid4())), timeout=5)
+        stub.ResetPrefixCache(api.ResetPrefixCacheRequest(request_id=str(uuid.uuid4())), timeout=30)
     status, text = sidecar.get("/metrics")
     assert status == 200
     families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -389,7 +393,7 @@ def test_reflection_is_served_on_loopback(sidecar):
     with sidecar.channel() as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        answer = next(stub.ServerReflectionInfo(asked, timeout=5))
+        answer = next(stub.ServerReflectionInfo(asked, timeout=30))
     assert "kvctl.v1.CacheAdmin" in {service.name for service in answer.list_services_response.service}
 
 
