@@ -29,8 +29,7 @@ def words(name: str, quick: bool, written: Path, extra: list[str]) -> list[str]:
     base = [sys.executable, "-m", f"tests.bench.bench_{name}", "--json", str(written)]
     if name != "fanout":
         return [*base, *(["--quick"] if quick else [])]
-    router = ["--router"] if importlib.util.find_spec("sglang_router") else []
-    return [*base, *router, *(["--sizes", "8,128"] if quick else []), *extra]
+    return [*base, "--router", *(["--sizes", "8,128"] if quick else []), *extra]
 
 
 def environment() -> dict[str, str]:

@@ -7,8 +7,9 @@ gRPC on both ends of loopback; on a real network the slowest replica adds its ro
 
 - `direct`: kvctl's own fan-out, without a record;
 - `coordinator`: kvctl-coordinator, each intent and result on disk before it counts;
-- `router` (--router, when PyPI's sglang-router is installed): POST /flush_cache, which it sends to all its workers. It
-  keeps connections open from its health checks, so it has no cold row.
+- `router` (--router): PyPI's sglang-router, put into build/bench/sglang-router, where it disturbs nothing else: POST
+  /flush_cache, which it sends to all its workers. It keeps connections open from its health checks, so it has no cold
+  row.
 
 cold: connections are made; warm: they are kept from before (the median of WARM_RUNS by wall time). Wall is from the
 request to the last result; p50 and p99 are of single calls; skew is between the first and the last effect at the
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import os
 import resource
@@ -38,11 +38,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZES = (8, 128, 512, 1000)
 WARM_RUNS = 5
 WORKERS = 4
+ROUTER = "sglang-router==0.3.2"
+ROUTER_START_S = 300
+ROUTER_FOLDER = ROOT / "build" / "bench" / "sglang-router"
 COLUMNS = ("caller", "state", "replicas", "ok", "wall_ms", "p50_ms", "p99_ms", "skew_ms", "cpu_ms_per_call", "rss_mb")
 
 
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "proto" / "gen"), os.environ.get("PYTHONPATH", "")])
+def environment(*first: Path) -> dict[str, str]:
+    """This process's, with the checkout importable, and before it the folders `first`."""
+    path = os.pathsep.join([*map(str, first), str(ROOT), str(ROOT / "proto" / "gen"), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path.strip(os.pathsep)}
 
 
@@ -236,6 +240,22 @@ def _call_coordinator(made: Fleet, pid: int, ready: Path) -> list[dict[str, Any]
     return rows
 
 
+def install_router() -> str:
+    """Put the router where it is taken from; why that failed, empty when it is there."""
+    if (ROUTER_FOLDER / "sglang_router").is_dir():
+        return ""
+    words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
+    try:
+        # What pip says about the packages of this environment means nothing: they do not meet.
+        done = subprocess.run(
+            [*words, "--target", str(ROUTER_FOLDER), ROUTER], capture_output=True, text=True, timeout=600, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "pip had not installed it after 600 s"
+    last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    return "" if done.returncode == 0 else f"pip could not install {ROUTER}: {last}"
+
+
 def bench_router(made: Fleet) -> list[dict[str, Any]]:
     """sglang-router in front of HTTP fakes: its broadcast of /flush_cache."""
     import socket
@@ -244,10 +264,12 @@ def bench_router(made: Fleet) -> list[dict[str, Any]]:
         port = probe.getsockname()[1]
     words = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     words += ["--log-level", "error", "--prometheus-port", str(port + 1), "--policy", "round_robin"]
-    words += ["--worker-startup-timeout-secs", "120", "--worker-urls", *made.targets]
+    words += ["--worker-startup-timeout-secs", "280", "--health-check-interval-secs", "5"]
+    words += ["--health-success-threshold", "1", "--health-check-timeout-secs", "30", "--worker-urls", *made.targets]
     url = f"http://127.0.0.1:{port}"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(words, env=environment(ROUTER_FOLDER), **quiet) as process:
         try:
             _await_router(opener, url, process, len(made.targets))
             rows = []
@@ -273,7 +295,7 @@ def bench_router(made: Fleet) -> list[dict[str, Any]]:
 
 
 def _await_router(opener: Any, url: str, process: Any, size: int) -> None:
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + ROUTER_START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the router ended with code {process.returncode}")
@@ -285,8 +307,8 @@ def _await_router(opener: Any, url: str, process: Any, size: int) -> None:
                 return
         except OSError:
             pass
-        time.sleep(0.2)
-    raise TimeoutError("the router did not find its workers")
+        time.sleep(0.5)
+    raise TimeoutError(f"the router had not found its workers after {ROUTER_START_S} s")
 
 
 # --- output ------------------------------------------------------------------------------------------------------
@@ -305,7 +327,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--router", action="store_true", help="also sglang-router, when it is installed")
+    parser.add_argument("--router", action="store_true", help=f"also {ROUTER}, installed into {ROUTER_FOLDER}")
     parser.add_argument("--as-direct", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_direct:
@@ -320,8 +342,8 @@ def main() -> int:
             rows += bench_coordinator(made)
         if not options.router:
             continue
-        if importlib.util.find_spec("sglang_router") is None:
-            notes.append("sglang-router is not installed; no row for it")
+        if missing := install_router():
+            notes.append(f"no row for the router: {missing}")
             continue
         with fleet("http", size) as made:
             try:
