@@ -7,8 +7,8 @@ Python, and for engine cores with a made-up executor.
 
     python -m tests.compat.run [--versions 0.29.0,0.32.0] [--files test_pools_drop,...] [--write-docs] [--no-run]
 
-Every test file runs in a process of its own, and its result stays in the cache, so that a run can be made in pieces:
-`--no-run` makes the table of what earlier runs have left. The exit code is 1 if anything failed.
+The result of each test file stays in the cache, so that a run can be made in pieces: `--no-run` makes the table of what
+earlier runs have left. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import xml.etree.ElementTree as ElementTree
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict
 
 from tests.compat.table import Report, rewrite, short_table, table
 
@@ -37,7 +37,15 @@ PAGES = {"README.md": short_table, "docs/engine-bridge.md": table}
 
 NEED_KERNELS = frozenset({"test_attach_api_server", "test_attach_offline", "test_http_backend_real"})
 """Test files that have vLLM compute something, or boot its API server."""
-FILE_SECONDS = 900
+FILE_SECONDS = 300
+"""Time for one file, on a slow machine and on average."""
+
+
+class Result(TypedDict):
+    """What came of one test file."""
+
+    passed: int
+    failed: list[str]
 
 
 def fetch(version: str, cache: Path) -> Path:
@@ -102,28 +110,41 @@ def try_version(version: str, cache: Path, files: Sequence[str]) -> None:
     if not Path(found["path"]).resolve().is_relative_to(directory.resolve()):
         raise SystemExit(f"vLLM {version} was to come from {directory}, but came from {found['path']}")
     (results / "probe.json").write_text(json.dumps(found))
-    for name in files:
-        print(f"--- vLLM {version}: {name}", flush=True)
-        _run_file(name, results / f"{name}.xml", environment)
+    print(f"--- vLLM {version}: {', '.join(files)}", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        junit = Path(temporary, "junit.xml")
+        options = ["-q", "-p", "no:cacheprovider", "-m", "not slow", f"--junitxml={junit}"]
+        paths = [f"tests/engine/{name}.py" for name in files]
+        try:
+            subprocess.run(
+                [sys.executable, "-m", "pytest", *options, *paths],
+                cwd=ROOT,
+                env=environment,
+                timeout=FILE_SECONDS * len(files),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            print(f"not done after {FILE_SECONDS * len(files)} s", flush=True)
+        for name, result in by_file(junit, files).items():
+            (results / f"{name}.json").write_text(json.dumps(result))
 
 
-def _run_file(name: str, junit: Path, environment: dict[str, str]) -> None:
-    junit.unlink(missing_ok=True)
-    options = ["-q", "-p", "no:cacheprovider", "-m", "not slow", f"--junitxml={junit}"]
-    began = time.monotonic()
-    try:
-        subprocess.run(
-            [sys.executable, "-m", "pytest", *options, f"tests/engine/{name}.py"],
-            cwd=ROOT,
-            env=environment,
-            timeout=FILE_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        print(f"not done after {FILE_SECONDS} s", flush=True)
-    if not junit.exists():
-        what = f'<testcase classname="{name}" name="the file could not be run"><error/></testcase>'
-        junit.write_text(f'<testsuite time="{time.monotonic() - began:.0f}">{what}</testsuite>')
+def by_file(junit: Path, files: Sequence[str]) -> dict[str, Result]:
+    """What pytest wrote down, by test file. A file of which it says nothing could not be run."""
+    found: dict[str, Result] = {name: {"passed": 0, "failed": []} for name in files}
+    for case in ElementTree.parse(junit).iter("testcase") if junit.exists() else ():
+        place = f"{case.get('classname', '')}.{case.get('name', '')}"
+        name = next((part for part in place.split(".") if part in found), None)
+        if name is None:
+            continue
+        if case.find("failure") is None and case.find("error") is None:
+            found[name]["passed"] += 1
+        else:
+            found[name]["failed"].append(case.get("name", "?"))
+    for result in found.values():
+        if not result["passed"] and not result["failed"]:
+            result["failed"].append("the file could not be run")
+    return found
 
 
 def report(version: str, cache: Path) -> Report:
@@ -137,12 +158,11 @@ def report(version: str, cache: Path) -> Report:
     said = json.loads(probe.read_text())
     found.trouble = said.get("trouble", "")
     found.capabilities = said.get("capabilities", {})
-    for junit in sorted(results.glob("test_*.xml")):
-        for case in ElementTree.parse(junit).iter("testcase"):
-            if case.find("failure") is None and case.find("error") is None:
-                found.passed[junit.stem] = found.passed.get(junit.stem, 0) + 1
-            else:
-                found.failed.setdefault(junit.stem, []).append(case.get("name", "?"))
+    for written in sorted(results.glob("test_*.json")):
+        result: Result = json.loads(written.read_text())
+        found.passed[written.stem] = result["passed"]
+        if result["failed"]:
+            found.failed[written.stem] = result["failed"]
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -87,8 +88,19 @@ def test_a_reading_of_what_earlier_runs_left(tmp_path: Path) -> None:
     results.mkdir(parents=True)
     assert run.report("0.29.0", tmp_path).trouble == "not tried"
     (results / "probe.json").write_text('{"capabilities": {"pause": ""}}')
-    cases = '<testcase name="test_a"/><testcase name="test_b"><failure/></testcase>'
-    (results / "test_x.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    cases = (
+        '<testcase classname="tests.engine.test_x" name="test_a[1.5]"/>'
+        '<testcase classname="tests.engine.test_x.TestContract" name="test_b"><failure/></testcase>'
+        '<testcase classname="" name="tests.engine.test_y"><error/></testcase>'
+    )
+    (junit := tmp_path / "junit.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    for name, result in run.by_file(junit, ["test_x", "test_y", "test_z"]).items():
+        (results / f"{name}.json").write_text(json.dumps(result))
     found = run.report("0.29.0", tmp_path)
-    assert (found.passed, found.failed) == ({"test_x": 1}, {"test_x": ["test_b"]})
+    assert found.passed == {"test_x": 1, "test_y": 0, "test_z": 0}
+    assert found.failed == {
+        "test_x": ["test_b"],
+        "test_y": ["tests.engine.test_y"],
+        "test_z": ["the file could not be run"],
+    }
     assert found.cell("pause") == "found, 0 of 3 test files run"

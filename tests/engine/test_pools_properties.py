@@ -149,7 +149,7 @@ def lived(past: list[tuple[str, int]]) -> Life:
     return life
 
 
-lives = settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+lives = settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -188,7 +188,7 @@ def test_a_reorder_interrupted_by_anything_loses_and_doubles_nothing(
         assert [block_id for block_id in order if block_id in lru] == lru
 
 
-@settings(lives, max_examples=500)
+@lives
 @given(past=steps, future=steps, through_the_map=st.booleans(), attic=st.booleans())
 def test_a_drop_leaves_what_vllms_own_reset_leaves(
     past: list[tuple[str, int]], future: list[tuple[str, int]], through_the_map: bool, attic: bool
