@@ -22,7 +22,7 @@ import click
 import msgspec
 
 from sidecar.local import programs
-from sidecar.local.health import engine_state, sidecar_lost
+from sidecar.local.health import engine_state, is_lost, sidecar_lost
 from sidecar.local.keeper import Event, Plan
 from sidecar.local.layout import (
     INVENTORY,
@@ -119,7 +119,7 @@ def status() -> int:
         click.echo("the fleet is still booting", err=True)
     if not alive(fleet.keeper):
         click.echo("the fleet's keeper is gone; `kvctl local down` cleans up", err=True)
-    if any(row.engine.startswith(("dead", "unhealthy")) or row.sidecar == "dead" for row in rows):
+    if any(is_lost(row.engine) or row.sidecar == "dead" for row in rows):
         click.echo("`kvctl local up` starts again what is gone", err=True)
     well = [row.engine == "serving" and row.sidecar == "running" for row in rows]
     if all(well):

@@ -9,6 +9,9 @@ from typing import Final
 from sidecar.local.layout import Replica
 from sidecar.local.processes import alive, members
 
+SILENT: Final = "not answering"
+"""An engine whose process runs: it may be ending, or hang, or be on a machine that is too busy."""
+
 _ENGINE_SECONDS: Final = 10.0
 
 
@@ -24,13 +27,13 @@ def engine_state(replica: Replica, directory: Path) -> str:
         return f"dead, {left} processes left" if left else "dead"
     code = _get(replica.api, "/health", _ENGINE_SECONDS)
     if code is None:
-        return "not answering"
+        return SILENT
     return "serving" if code == 200 else f"unhealthy (HTTP {code})"
 
 
-def engine_lost(replica: Replica, directory: Path) -> bool:
-    """Whether the engine is gone for good: its server too, or its server says that the engine behind it is."""
-    return engine_state(replica, directory).startswith(("dead", "unhealthy"))
+def is_lost(state: str) -> bool:
+    """Whether a state of an engine is one that it does not come back from."""
+    return state.startswith(("dead", "unhealthy"))
 
 
 def sidecar_lost(replica: Replica) -> bool:

@@ -28,7 +28,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sidecar.local import boot_log, programs
-from sidecar.local.health import engine_lost, serves, sidecar_lost
+from sidecar.local.health import SILENT, engine_state, is_lost, serves, sidecar_lost
 from sidecar.local.layout import (
     Fleet,
     LocalError,
@@ -107,7 +107,7 @@ class Keeper:
     def _repair(self, run: Path) -> None:
         """Start again what is gone, where it was. What comes of it is seen by whoever asked."""
         for index, replica in enumerate(self.replicas):
-            if engine_lost(replica, run):
+            if self._engine_ended(replica, run):
                 if replica.engine is not None:
                     end([replica.engine], run, _GRACE_SECONDS)
                 boot_log.begin_anew(Path(replica.engine_log))
@@ -117,6 +117,13 @@ class Keeper:
                 boot_log.begin_anew(Path(replica.sidecar_log))
                 self._start_sidecar(index, run)
                 self._record(booted=True)
+
+    def _engine_ended(self, replica: Replica, run: Path) -> bool:
+        """Whether the engine is lost; one that answers nothing may be about to end, and is waited for."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while (state := engine_state(replica, run)) == SILENT and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return is_lost(state)
 
     def _start_engine(self, index: int, run: Path) -> None:
         replica = self.replicas[index]

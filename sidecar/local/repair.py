@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import click
 
 from sidecar.local import boot_log
-from sidecar.local.health import engine_lost, serves, sidecar_lost
+from sidecar.local.health import SILENT, engine_state, is_lost, serves, sidecar_lost
 from sidecar.local.layout import Fleet, LocalError, Replica, read_record
 from sidecar.local.processes import alive, send
 from sidecar.local.progress import boot_progress
@@ -34,8 +35,17 @@ def repaired(fleet: Fleet, state: Path, asked_replicas: int | None, boot_seconds
         raise LocalError(
             f"a local fleet of {size} is up, not of {asked_replicas}; end it with `kvctl local down`, then boot another"
         )
-    found = [(replica, losses(replica, Path(fleet.directory))) for replica in fleet.replicas]
-    lost = [replica for replica, parts in found if parts]
+    directory = Path(fleet.directory)
+    states = {replica.name: engine_state(replica, directory) for replica in fleet.replicas}
+    found = [(replica, losses(replica, states[replica.name])) for replica in fleet.replicas]
+    lost = {replica.name: (replica, parts) for replica, parts in found if parts}
+    silent = ", ".join(name for name, state in states.items() if state == SILENT)
+    if silent and not lost:
+        raise LocalError(
+            f"{silent}: the engine runs and does not answer; try again in a moment, or end the fleet with "
+            "`kvctl local down`",
+            exit_code=1,
+        )
     if not lost:
         raise LocalError("a local fleet is up already, with nothing missing; end it with `kvctl local down`")
     for replica, parts in found:
@@ -46,15 +56,15 @@ def repaired(fleet: Fleet, state: Path, asked_replicas: int | None, boot_seconds
     return _await(lost, state, boot_seconds)
 
 
-def losses(replica: Replica, directory: Path) -> list[str]:
-    """Which parts of a replica are gone: engine, sidecar."""
-    lost = ["engine"] if engine_lost(replica, directory) else []
+def losses(replica: Replica, state: str) -> list[str]:
+    """Which parts of a replica are gone: engine, sidecar. `state`: of its engine."""
+    lost = ["engine"] if is_lost(state) else []
     return [*lost, "sidecar"] if sidecar_lost(replica) else lost
 
 
-def _await(lost: list[Replica], state: Path, boot_seconds: float) -> Fleet:
+def _await(lost: Mapping[str, tuple[Replica, list[str]]], state: Path, boot_seconds: float) -> Fleet:
     deadline = time.monotonic() + boot_seconds
-    waiting = {replica.name: replica for replica in lost}
+    waiting = dict(lost)
     stages: dict[str, str] = {}
     with boot_progress(len(lost)) as progress:
         while True:
@@ -63,7 +73,7 @@ def _await(lost: list[Replica], state: Path, boot_seconds: float) -> Fleet:
                 raise LocalError("the local fleet was ended meanwhile (`kvctl local down`?)", exit_code=1)
             for replica in fleet.replicas:
                 before = waiting.get(replica.name)
-                if before is None or not _started_again(before, replica):
+                if before is None or not _started_again(*before, replica):
                     continue
                 _check_alive(replica)
                 stage = boot_log.stage_of(Path(replica.engine_log))
@@ -76,17 +86,16 @@ def _await(lost: list[Replica], state: Path, boot_seconds: float) -> Fleet:
             if not waiting:
                 return fleet
             if time.monotonic() > deadline:
-                logs = ", ".join(replica.engine_log for replica in waiting.values())
+                logs = ", ".join(replica.engine_log for replica, _ in waiting.values())
                 text = f"{', '.join(waiting)} not ready within {boot_seconds:.0f} s (log: {logs})"
                 raise LocalError(text, exit_code=1)
             time.sleep(_POLL_SECONDS)
 
 
-def _started_again(before: Replica, now: Replica) -> bool:
+def _started_again(before: Replica, parts: list[str], now: Replica) -> bool:
     """Whether the keeper has started every part that was gone; it records each with its new process."""
-    engine = now.engine != before.engine or (before.engine is not None and alive(before.engine))
-    sidecar = now.sidecar_process != before.sidecar_process or not sidecar_lost(before)
-    return engine and sidecar
+    engine = "engine" not in parts or now.engine != before.engine
+    return engine and ("sidecar" not in parts or now.sidecar_process != before.sidecar_process)
 
 
 def _check_alive(replica: Replica) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import pytest
 
+from sidecar.local.health import engine_state, is_lost
 from sidecar.local.layout import Fleet, read_record
 from sidecar.local.processes import alive
 from tests.e2e.fleet_program import BOOT_SECONDS, Kvctl, left_behind
@@ -66,6 +67,7 @@ def test_with_one_engine_killed_the_other_replica_is_reset_and_up_starts_only_th
         assert sidecar is not None
         os.kill(sidecar.pid, signal.SIGKILL)
         wait_for("the sidecar to be gone", lambda: not alive(sidecar))
+        wait_for("vLLM to see its engine dead", lambda: is_lost(engine_state(fleet.replicas[1], Path(fleet.directory))))
         again = scratch.run("local", "up", timeout=BOOT_SECONDS)
         assert again.code == 0, again.err
         assert "r0: its sidecar is gone" in again.err

@@ -58,13 +58,21 @@ def test_a_fleet_of_another_size_or_one_that_boots_is_not_touched(tmp_path, keep
         repair.repaired(boots, tmp_path, None, 1)
 
 
-def test_with_nothing_missing_up_says_so(tmp_path, keeper):
+def test_with_nothing_missing_up_says_so(tmp_path, keeper, monkeypatch):
+    monkeypatch.setattr(repair, "engine_state", lambda replica, directory: "serving")
     me = reference(os.getpid())
-    # Its engine runs and does not answer: that is no loss, only a person can tell why.
     fleet = a_fleet(tmp_path, reference(keeper.pid), a_replica(tmp_path, me, me))
     with pytest.raises(LocalError, match="up already, with nothing missing") as caught:
         repair.repaired(fleet, tmp_path, None, 1)
     assert caught.value.exit_code == 2
+
+
+def test_an_engine_that_runs_and_does_not_answer_is_left_to_a_person(tmp_path, keeper):
+    me = reference(os.getpid())
+    fleet = a_fleet(tmp_path, reference(keeper.pid), a_replica(tmp_path, me, me))
+    with pytest.raises(LocalError, match="r0: the engine runs and does not answer") as caught:
+        repair.repaired(fleet, tmp_path, None, 1)
+    assert caught.value.exit_code == 1
 
 
 @pytest.mark.parametrize("lost", [["engine"], ["sidecar"], ["engine", "sidecar"]])
