@@ -61,7 +61,7 @@ class Image:
             env={"HOME": str(Path.home()), **index, "PATH": search},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             check=False,
         )
 
@@ -79,7 +79,7 @@ class Image:
 def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     """Both stages, built."""
     root = tmp_path_factory.mktemp("image")
-    subprocess.run([sys.executable, "-m", "venv", str(root / "python")], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", str(root / "python")], check=True, timeout=300)
     image = Image(root, root / "python/bin")
     for word, rest in instructions((ROOT / "deploy/docker/Dockerfile").read_text()):
         if word == "WORKDIR":
@@ -103,7 +103,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     return image
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_image_s_programs_run_and_know_the_operator(image: Image) -> None:
     (entrypoint,) = image.entrypoint
     for command in (f"{entrypoint} --version", "kvctl version", "kvctl-coordinator --operator --version"):
@@ -113,14 +113,14 @@ def test_the_image_s_programs_run_and_know_the_operator(image: Image) -> None:
     assert done.stdout.strip() == str(image.root / "opt/kvctl/venv"), done.stderr
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_image_is_slim(image: Image) -> None:
     packages = {path.name for path in (image.root / "opt/kvctl/venv").rglob("site-packages/*")}
     assert "grpc" in packages
     assert not {"torch", "vllm", "numpy", "pytest"} & packages
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_folder_that_pods_copy_has_the_bridge_its_entry_point_and_the_hook_and_nothing_of_the_sidecar(
     image: Image,
 ) -> None:
