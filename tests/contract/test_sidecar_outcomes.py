@@ -392,6 +392,16 @@ def test_a_rank_that_never_attached_is_known_from_the_one_beside_it(bench):
     assert effects(first) == 2
 
 
+def test_a_rank_that_stopped_properly_is_no_rank_that_is_missing(bench):
+    first, second = bench.engine("--rank", "0", "--dp-size", "2"), bench.engine("--rank", "1", "--dp-size", "2")
+    sidecar = bench.sidecar()
+    sidecar.wait_ready()
+    second.end()
+    wait_until(lambda: incarnations(sidecar) == [first.incarnation], 30)
+    sidecar.wait_ready()
+    assert len(done(reset(sidecar)).engines) == 1
+
+
 def test_a_replica_said_to_have_one_engine_has_one_whatever_that_engine_knows(bench):
     bench.engine("--rank", "0", "--dp-size", "2")
     sidecar = bench.sidecar("--expect-engines", "1")

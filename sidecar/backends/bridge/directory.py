@@ -44,6 +44,8 @@ class EngineDirectory:
         self._engines: dict[str, BridgeEngine] = {}
         self._failed: dict[str, FailedEngine] = {}
         self._missing: dict[int, MissingEngine] = {}
+        self._left: set[int] = set()
+        """Ranks that were here and stopped properly: a deployment that became smaller, not one with a rank missing."""
         self._born: dict[str, int] = {}
         self._callbacks: list[Callable[[], None]] = []
         self._problem = ""
@@ -95,9 +97,10 @@ class EngineDirectory:
             if self._list_missing and not engine.dead and engine.facts is not None
             for rank in engine.facts.local_ranks
         }
-        for rank in self._missing.keys() - (known - listed):
+        missing = known - listed - self._left
+        for rank in self._missing.keys() - missing:
             del self._missing[rank]
-        for rank in known - listed:
+        for rank in missing:
             self._missing.setdefault(rank, MissingEngine(rank, self.place))
         return list(self._missing.values())
 
@@ -155,6 +158,7 @@ class EngineDirectory:
                 return changed
             self._born[key] = max(kinds.values())
             if "sock" in kinds or "page" in kinds:
+                self._left.clear()  # another start, of which nothing is known but what its engines say
                 self._engines[key] = BridgeEngine(self._directory, key, ranks[key], self._client, self._tell)
             else:
                 self._failed[key] = _read_failed(self._directory / f"{key}.failed", key, ranks[key])
@@ -185,7 +189,10 @@ class EngineDirectory:
             if engine.rank in alive_ranks or (key not in found and engine.stopped_properly):
                 gone.append(key)
         for key in gone:
-            await self._engines.pop(key).close()
+            engine = self._engines.pop(key)
+            if engine.rank not in alive_ranks:
+                self._left.add(engine.rank)
+            await engine.close()
             self._born.pop(key, None)
             LOG.info("engine forgotten engine=%s", key)
         withdrawn = [key for key in self._failed if key not in found]
