@@ -60,6 +60,7 @@ class RecordedFleet:
         """How the last `start` was refused."""
         self._from_ns = 0
         self._incarnations: dict[tuple[str, str], str] = {}
+        self._seen: dict[str, int] = {}
         for index in range(replicas):
             name = f"r{index}"
             self.replicas[name] = ReplicaUnderTest(folder, name, self.network, self.fault, security)
@@ -165,13 +166,14 @@ class RecordedFleet:
         self.coordinator.stub.CancelOperation(request, timeout=LONG_S)
 
     def look(self, operation_id: str) -> fleet_pb2.FleetOperation:
-        """The operation as the coordinator now tells it, put on record."""
+        """The operation as the coordinator now tells it, put on record when it is news."""
         request = fleet_pb2.FleetAdminGetOperationRequest(operation_id=operation_id)
         found: fleet_pb2.FleetOperation = self.coordinator.stub.GetOperation(request, timeout=10).operation
-        rows = [_row(row) for row in found.results]
-        self.tape.write(
-            Told(at_ns=now_ns(), operation_id=operation_id, rows=rows, final=found.state in ENDED),
-        )
+        if self._seen.get(operation_id) != found.version:
+            self._seen[operation_id] = found.version
+            rows = [_row(row) for row in found.results]
+            final = found.state in ENDED
+            self.tape.write(Told(at_ns=now_ns(), operation_id=operation_id, rows=rows, final=final))
         return found
 
     def end(self, operation_id: str, within_s: float = LONG_S) -> fleet_pb2.FleetOperation:
