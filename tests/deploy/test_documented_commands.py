@@ -98,6 +98,28 @@ def test_the_job_satisfies_the_schemas_of_kubernetes() -> None:
         kubernetes_validate.validate(document, "1.37", strict=True)
 
 
+def pods_in(node: Any) -> list[dict[str, Any]]:
+    """Every pod template of a manifest, whatever kind it is in."""
+    if isinstance(node, list):
+        return [found for one in node for found in pods_in(one)]
+    if not isinstance(node, dict):
+        return []
+    found = [found for inner in node.values() for found in pods_in(inner)]
+    template = node.get("template")
+    if isinstance(template, dict) and "containers" in template.get("spec", {}):
+        found.append(template)
+    return found
+
+
+@pytest.mark.parametrize("name", ["lifecycle.yaml", "job.yaml", "rayjob.yaml"])
+def test_the_pods_of_hooks_satisfy_the_schemas_of_kubernetes(name: str) -> None:
+    templates = [template for document in documents(name) for template in pods_in(document)]
+    assert templates
+    for template in templates:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": template.get("metadata", {}), "spec": template["spec"]}
+        kubernetes_validate.validate(pod, "1.37", strict=True)
+
+
 def test_the_cacheoperations_in_hooks_are_accepted_by_the_definition() -> None:
     schema = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     argo = documents("argo-workflow.yaml")[0]
