@@ -27,7 +27,8 @@ from sidecar.coordinator.store import Store, StoreJournal
 from sidecar.coordinator.targets import Target
 from sidecar.coordinator.unknowns import Unknowns
 
-_RECENT: Final = 64
+_RECENT: Final = 8
+"""Ended operations kept whole: each takes some 5 KB a target."""
 _IDENTIFY_S: Final = 2.0
 _FLUSH_EVERY_S: Final = 5.0
 
