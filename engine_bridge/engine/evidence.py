@@ -38,24 +38,17 @@ KEPT_TIMES: Final = 1000
 
 LONGEST_KEPT_NS: Final = 2_000_000_000
 
-CHEAP_NS: Final = 50_000
-"""What cost no more processor time than this is asked again at once when something may have changed."""
+SMALL_BLOCKS: Final = 1024
+"""What looks at no more blocks than that costs about a tenth of a millisecond, and is always asked afresh."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer(Generic[T]):
-    value: T
     question: object
-    state: object
-    cost_ns: int
-    taken_ns: int
-
-    def holds(self, question: object, state: object, now_ns: int) -> bool:
-        if question != self.question or now_ns - self.taken_ns >= min(KEPT_TIMES * self.cost_ns, LONGEST_KEPT_NS):
-            return False
-        return state == self.state or self.cost_ns > CHEAP_NS
+    value: T
+    expires_ns: int
 
 
 class _Memo(Generic[T]):
@@ -64,14 +57,16 @@ class _Memo(Generic[T]):
     def __init__(self) -> None:
         self._answer: _Answer[T] | None = None
 
-    def ask(self, question: object, state: object, compute: Callable[[], T]) -> T:
-        """`state` is what is cheap to see of that on which the answer depends; it need not tell every change."""
+    def ask(self, question: object, size: int, compute: Callable[[], T]) -> T:
+        """`size` is how many blocks have to be looked at."""
+        if size <= SMALL_BLOCKS:
+            return compute()
         answer = self._answer
-        if answer is None or not answer.holds(question, state, time.monotonic_ns()):
+        if answer is None or answer.question != question or time.monotonic_ns() >= answer.expires_ns:
             began = time.thread_time_ns()
             value = compute()
-            cost = time.thread_time_ns() - began
-            answer = self._answer = _Answer(value, question, state, cost, time.monotonic_ns())
+            keep = min(KEPT_TIMES * (time.thread_time_ns() - began), LONGEST_KEPT_NS)
+            answer = self._answer = _Answer(question, value, time.monotonic_ns() + keep)
         return answer.value
 
 
@@ -141,14 +136,13 @@ def read_evidence(
 
 def _orphaned(scheduler: Scheduler, pool_list: list[BlockPool], remembered: Remembered) -> int:
     held = pools.held_blocks(pool_list)
-    state = held, len(scheduler.requests)
     # One from a while ago must not exceed what is held now.
-    return min(held, remembered.orphaned.ask(None, state, lambda: waiting.orphaned_blocks(scheduler)))
+    return min(held, remembered.orphaned.ask(None, held, lambda: waiting.orphaned_blocks(scheduler)))
 
 
 def _contiguity(pool_list: list[BlockPool], blocks: int, remembered: Remembered) -> Contiguity:
-    state = [pools.fingerprint(pool) for pool in pool_list]
-    return remembered.contiguity.ask(blocks, state, lambda: pools.head_contiguity(pool_list, blocks))
+    size = sum(min(blocks, pool.get_num_free_blocks()) for pool in pool_list)
+    return remembered.contiguity.ask(blocks, size, lambda: pools.head_contiguity(pool_list, blocks))
 
 
 def _head(scheduler: Scheduler, found: waiting.Waiting) -> HeadOfQueue | None:

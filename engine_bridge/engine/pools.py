@@ -38,6 +38,9 @@ is random in memory, so from about a quarter on the plain walk wins (tests/bench
 HEAD_NS = 1_000_000
 """Processor time for looking at the head of the queue in one piece, nanoseconds: what a step boundary can afford."""
 
+UNTIMED_BLOCKS = 2048
+"""So few are looked at without a look at the clock: a garbage collection in between must not make an answer partial."""
+
 _VERIFY_BLOCKS = 64
 
 Attic = list[dict[object, object]]
@@ -242,7 +245,9 @@ def contiguity(pools: Iterable[BlockPool]) -> Work[Contiguity]:
 
 
 def head_contiguity(pools: Iterable[BlockPool], blocks: int) -> Contiguity:
-    """Look at no more than the first `blocks` free blocks of each pool, and for no longer than HEAD_NS in all."""
+    """Look at no more than the first `blocks` free blocks of each pool, and for no longer than HEAD_NS in all (but at
+    UNTIMED_BLOCKS whatever that takes).
+    """
     count = _Count()
     until = time.thread_time_ns() + HEAD_NS
     for pool in pools:
@@ -250,7 +255,7 @@ def head_contiguity(pools: Iterable[BlockPool], blocks: int) -> Contiguity:
         cursor, left = pool.free_block_queue.fake_free_list_head, min(blocks, pool.get_num_free_blocks())
         count.sampled |= left < pool.get_num_free_blocks()
         while left > 0 and (piece := _following(cursor, min(left, SLICE_BLOCKS))):
-            if time.thread_time_ns() > until:
+            if count.blocks >= UNTIMED_BLOCKS and time.thread_time_ns() > until:
                 count.sampled = True
                 break
             count.add(piece)
@@ -294,7 +299,7 @@ class _Count:
         )
 
 
-def fingerprint(pool: BlockPool) -> tuple[int, int, int]:
+def _fingerprint(pool: BlockPool) -> tuple[int, int, int]:
     """Changes with nearly every change of the queue: its length and both ends."""
     queue = pool.free_block_queue
     first, last = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail.prev_free_block
@@ -305,14 +310,14 @@ def _walk(pool: BlockPool, count: _Count) -> Work[None]:
     queue = pool.free_block_queue
     cursor = queue.fake_free_list_head
     left = pool.get_num_free_blocks()
-    seen = fingerprint(pool)
+    seen = _fingerprint(pool)
     count.restart()
     while left > 0 and (piece := _following(cursor, min(left, SLICE_BLOCKS))):
         count.add(piece)
         left -= len(piece)
         cursor = piece[-1]
         yield None
-        now = fingerprint(pool)
+        now = _fingerprint(pool)
         count.sampled |= now != seen
         seen = now
         if cursor.next_free_block is None:

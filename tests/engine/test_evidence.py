@@ -134,6 +134,8 @@ def test_too_many_held_blocks_to_count_are_said_to_be_uncounted(monkeypatch: pyt
         patch.setattr(waiting, "MAX_HELD", 10)
         assert read(world).blocks_orphaned == -1
     monkeypatch.setattr(waiting, "COUNT_NS", -1)
+    assert read(world).blocks_orphaned == 0
+    monkeypatch.setattr(pools, "UNTIMED_BLOCKS", 10)
     assert read(world).blocks_orphaned == -1
     assert evidence.holders(world.scheduler).transfer_blocks == 0
     world.pool.get_new_blocks(5)

@@ -33,40 +33,48 @@ class Question:
         return self.asked
 
 
-def asker(question: Question) -> Callable[[object, object], int]:
+BIG = evidence.SMALL_BLOCKS + 1
+
+
+def asker(question: Question) -> Callable[[object, int], int]:
     memo: evidence._Memo[int] = evidence._Memo()
-    return lambda what, state: memo.ask(what, state, question)
+    return lambda what, size: memo.ask(what, size, question)
 
 
 def test_a_costly_answer_is_kept_for_a_thousand_times_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = asker(question := Question(monkeypatch, 900 * US))
-    assert ask("q", "a state") == 1
+    assert ask("q", BIG) == 1
     question.now += 900_000 * US - 1
-    assert ask("q", "another") == 1
+    assert ask("q", BIG) == 1
     question.now += 1
-    assert ask("q", "another") == 2
+    assert ask("q", BIG) == 2
 
 
 def test_no_answer_is_kept_for_longer_than_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = asker(question := Question(monkeypatch, 50_000 * US))
-    assert ask("q", "a state") == 1
+    assert ask("q", BIG) == 1
     question.now += 2_000_000 * US
-    assert ask("q", "a state") == 2
+    assert ask("q", BIG) == 2
 
 
-def test_a_cheap_answer_is_asked_for_again_as_soon_as_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = asker(Question(monkeypatch, 40 * US))
-    assert [ask("q", state) for state in ("one", "one", "two")] == [1, 1, 2]
+def test_what_looks_at_few_blocks_is_asked_afresh_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = asker(Question(monkeypatch, 900 * US))
+    assert [ask("q", size) for size in (BIG, BIG - 1, BIG - 1, BIG)] == [1, 2, 3, 1]
 
 
 def test_another_question_is_another_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = asker(Question(monkeypatch, 900 * US))
-    assert [ask(depth, "same") for depth in (10, 20, 20)] == [1, 2, 2]
+    assert [ask(depth, BIG) for depth in (10, 20, 20)] == [1, 2, 2]
+
+
+def remember_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "SMALL_BLOCKS", 0)
+    monkeypatch.setattr(evidence, "KEPT_TIMES", 10**9)
+    monkeypatch.setattr(evidence, "LONGEST_KEPT_NS", 3600 * 10**9)
 
 
 def test_orphaned_blocks_of_a_while_ago_are_never_more_than_are_held_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "CHEAP_NS", -1)
-    monkeypatch.setattr(evidence, "KEPT_TIMES", 10**9)
+    remember_for_ever(monkeypatch)
     world, remembered = World(blocks=64), evidence.Remembered()
     engine = SimpleNamespace(scheduler=world.scheduler, model_executor=SimpleNamespace(is_sleeping=False))
 
@@ -78,17 +86,14 @@ def test_orphaned_blocks_of_a_while_ago_are_never_more_than_are_held_now(monkeyp
     assert orphaned() == 10
     world.pool.free_blocks(lost[:4])
     assert orphaned() == 6
-    world.pool.free_blocks(lost[4:])
-    assert orphaned() == 0
-    world.pool.get_new_blocks(3)
+    world.pool.get_new_blocks(30)
+    assert orphaned() == 10
     remembered.forget()
-    assert orphaned() == 3
+    assert orphaned() == 36
 
 
 def test_what_we_change_ourselves_is_seen_at_once(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "CHEAP_NS", -1)
-    monkeypatch.setattr(evidence, "KEPT_TIMES", 10**9)
-    monkeypatch.setattr(evidence, "LONGEST_KEPT_NS", 3600 * 10**9)
+    remember_for_ever(monkeypatch)
     with in_process_engine(engine_dir) as engine, engine.bridge() as bridge:
         untouched = bridge.admission(256).contiguity
         assert untouched is not None
