@@ -4,6 +4,7 @@ attached to and driven once through its socket, by real scheduler and real block
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -109,4 +110,27 @@ def test_every_operation_on_a_model_with_several_kinds_of_state(loop: Loop) -> N
     assert reset("fail").result.cached_blocks_dropped == 0
     assert_queue_sound(loop.scheduler.kv_cache_manager.block_pool)
     assert_references_sound(loop.scheduler)
+    caller.close()
+
+
+def test_a_kept_reset_with_a_reorder_leaves_the_free_blocks_in_order_while_serving(loop: Loop) -> None:
+    caller, said = Caller(loop), list[int]()
+    for number in range(4):
+        loop.add(f"short {number}", [*PROMPT, number], 3 + number)
+    loop.add("runs", PROMPT, TOKENS)
+    while len(loop.scheduler.requests) != 1 or not loop.scheduler.running:
+        loop.turn()
+    queue = loop.scheduler.kv_cache_manager.block_pool.free_block_queue
+    assert [block.block_id for block in queue.get_all_free_blocks()] != sorted(
+        block.block_id for block in queue.get_all_free_blocks()
+    )
+    request = protocol.Reset(0, str(uuid.uuid4()), loop.clock.now + HOUR_NS, "keep", reorder=True)
+    outcome = ask(loop, caller, request, said)
+    assert outcome.state == "done"
+    assert outcome.result.requests_kept == 1
+    assert outcome.result.reorder.after.runs < outcome.result.reorder.before.runs
+    assert "runs" in loop.scheduler.requests
+    ids = [block.block_id for block in queue.get_all_free_blocks()]
+    gaps = sum(after != before + 1 for before, after in itertools.pairwise(ids))
+    assert gaps <= 2, "it holds blocks in between"
     caller.close()
