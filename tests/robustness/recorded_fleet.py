@@ -44,14 +44,7 @@ KEPT = ROOT / "build" / "robustness"
 class RecordedFleet:
     """See the module. Use `recorded_fleet`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        replicas: int,
-        sidecar_arguments: Sequence[str],
-        coordinator_arguments: Sequence[str],
-        security: ClientSecurity,
-    ) -> None:
+    def __init__(self, folder: Path, replicas: int, security: ClientSecurity) -> None:
         self.folder = folder
         self.tape = Tape(folder / "callers.jsonl")
         self.network = Network()
@@ -64,12 +57,15 @@ class RecordedFleet:
         for index in range(replicas):
             name = f"r{index}"
             self.replicas[name] = ReplicaUnderTest(folder, name, self.network, self.fault, security)
+        targets = [f"{name}={replica.proxy.address}" for name, replica in self.replicas.items()]
+        self.coordinator = CoordinatorUnderTest(folder, targets, self.fault)
+
+    def start_all(self, sidecar_arguments: Sequence[str], coordinator_arguments: Sequence[str]) -> None:
+        """Every process, once. `close` ends those that have started."""
         for replica in self.replicas.values():
             replica.start_engine()
         for replica in self.replicas.values():
             replica.start_sidecar(*sidecar_arguments)
-        targets = [f"{name}={replica.proxy.address}" for name, replica in self.replicas.items()]
-        self.coordinator = CoordinatorUnderTest(folder, targets, self.fault)
         self.coordinator.start(*coordinator_arguments)
 
     # --- the history ---------------------------------------------------------------------------------------------
@@ -276,8 +272,9 @@ def recorded_fleet(
     `security` is how a test that calls a sidecar by itself is let in.
     """
     with tempfile.TemporaryDirectory(prefix="kvctl-", ignore_cleanup_errors=True) as folder:
-        fleet = RecordedFleet(Path(folder), replicas, sidecar_arguments, coordinator_arguments, security)
+        fleet = RecordedFleet(Path(folder), replicas, security)
         try:
+            fleet.start_all(sidecar_arguments, coordinator_arguments)
             yield fleet
         finally:
             fleet.close()

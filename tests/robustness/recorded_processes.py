@@ -291,7 +291,8 @@ class CoordinatorUnderTest:
 
     def end(self) -> None:
         self._close_channel()
-        self.process.kill()
+        if hasattr(self, "process"):
+            self.process.kill()
 
     def _close_channel(self) -> None:
         if self._channel is not None:

@@ -10,6 +10,7 @@ import asyncio
 import socket
 import struct
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, Final, Literal, TypeVar
 
@@ -112,6 +113,13 @@ class TcpProxy:
     def kept_bytes(self) -> int:
         """Bytes that have arrived here and have not gone on."""
         return self.kept("forth") + self.kept("back")
+
+    def wait_kept(self, direction: Direction, seconds: float) -> bool:
+        """Wait for anything to be kept; whether something is. Nobody need have anything to say."""
+        until = time.monotonic() + seconds
+        while not self.kept(direction) and time.monotonic() < until:
+            time.sleep(0.01)
+        return self.kept(direction) > 0
 
     def kept(self, direction: Direction) -> int:
         """The same of one direction."""
