@@ -92,7 +92,8 @@ class Serving:
             try:
                 # Shielded: what waits for a call must live as long as gRPC's core may write into it.
                 call = await asyncio.shield(waiting)
-            except Exception:
+            except cygrpc._RequestCallError:
+                # A call that ended before it was taken in, or the end of the server. Anything else would come again.
                 if not core.is_running():
                     raise
                 waiting = _kept(core._request_call())
