@@ -107,7 +107,9 @@ class VllmEngine:
         self._guards.remove()
 
     def tidy(self) -> None:
-        """Before every step: take down some of what a reset left behind. Its answer has long been given."""
+        """Before every step: take down some of what resets left behind, faster than a step can fill a new map. The
+        answers have long been given.
+        """
         if not self._attic:
             return
         until = time.monotonic_ns() + TIDY_NS
@@ -179,8 +181,6 @@ class VllmEngine:
 
     def drop_prefix_cache(self) -> int:
         """See port.EnginePort."""
-        # Never more than one map a pool: what the last reset left is gone before the next one leaves its own.
-        self._attic.clear()
         dropped = pools.drop_prefix_cache(self._scheduler, self._attic)
         self.steps.own_reset()
         return dropped

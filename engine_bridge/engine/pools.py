@@ -105,7 +105,7 @@ def drop_hashes(pool: BlockPool, attic: Attic | None = None) -> int:
         pool._notify_reuse([pool.blocks[block_id] for block_id in list(watchers)])
     entries = getattr(lookup, "_cache", None)
     dropped = _reset_hashes(pool, entries)
-    if attic is not None and isinstance(entries, dict):
+    if attic is not None and isinstance(entries, dict) and entries:
         attic.append(entries)
     if pool.metrics_collector:
         pool.metrics_collector.reset()
