@@ -7,13 +7,16 @@ earlier ones are done, each with one of a few long prefixes. Then the whole flee
 - `keep rolling`: KEEP, one replica after the other, PAUSE_S in between;
 - `preempt at once`: PREEMPT, which throws running requests back and has them computed again.
 
-The ways take turns, each from a warm cache; the arrivals are the same for all. The model is a toy on two cores: the
-shape of a recovery carries over to other machines, its seconds do not.
+The ways take turns, each from a warm cache; the arrivals are the same for all. How much is offered follows from
+what the fleet can take cold, which is measured first, and a reset strikes at the first moment at which requests are
+under way on every replica: a reset of an idle fleet would show nothing. The model is a toy on two cores: the shape of a
+recovery carries over to other machines, its seconds do not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import random
@@ -43,12 +46,18 @@ REPLICAS = 2
 PREFIXES = 4
 PREFIX_TOKENS = 768
 OWN_TOKENS = 24
-ANSWER_TOKENS = 48
+ANSWER_TOKENS = 96
 BEFORE_S, AFTER_S = 6.0, 20.0
 PAUSE_S = 4.0
 BIN_S = 2.0
 BUSY_SHARE = 0.5
 """Part of what a cold fleet can take that is offered: above 1 it could never warm up."""
+LANES = 4
+"""Requests at once on each replica while that is measured."""
+CAPACITY_S = 10.0
+UNDER_WAY = 2
+"""Requests that each replica must be at when it is reset."""
+PATIENCE_S = 30.0
 
 WAYS = ("keep at once", "keep rolling", "preempt at once")
 
@@ -70,6 +79,16 @@ class Seen:
     prompt: int
 
 
+@dataclass(frozen=True)
+class Run:
+    """One reset."""
+
+    seen: list[Seen]
+    preempted: int
+    under_way: int
+    """Requests that the reset met."""
+
+
 def prompt(prefix: int, own: int) -> tuple[int, ...]:
     first, last = random.Random(f"prefix {prefix}"), random.Random(f"own {own}")
     tokens = [first.randrange(8, VOCABULARY) for _ in range(PREFIX_TOKENS)]
@@ -81,7 +100,7 @@ def arrivals(rate: float, run: int) -> list[Arrival]:
     chance = random.Random(run)
     made: list[Arrival] = []
     at = 0.0
-    while at < BEFORE_S + AFTER_S:
+    while at < BEFORE_S + PATIENCE_S + AFTER_S:
         number = run * 10_000 + len(made)
         made.append(Arrival(at, len(made) % REPLICAS, prompt(chance.randrange(PREFIXES), number)))
         at += chance.expovariate(rate)
@@ -95,14 +114,20 @@ async def asked(api: str, tokens: tuple[int, ...]) -> Generation:
     return found
 
 
-async def cold_ms(fleet: Fleet, client: Client) -> float:
-    """Time to the first token of a request alone on a cold replica."""
-    times = []
-    for number in range(4):
-        await client.reset_prefix_cache(running_requests="keep")
-        found = await asked(fleet.replicas[0].api, prompt(number, 900 + number))
-        times.append((found.times[0] - found.started) * 1000)
-    return statistics.median(times[1:])
+async def cold_capacity(fleet: Fleet) -> float:
+    """Requests a second that the fleet takes when none finds its prefix in the cache."""
+    numbers = itertools.count(1_000_000)
+    ends: list[float] = []
+    began = time.monotonic()
+
+    async def lane(api: str) -> None:
+        while time.monotonic() < began + CAPACITY_S:
+            number = next(numbers)
+            await asked(api, prompt(number, number))
+            ends.append(time.monotonic())
+
+    await asyncio.gather(*(lane(each.api) for each in fleet.replicas for _ in range(LANES)))
+    return len(ends) / (max(ends) - began)
 
 
 async def warm(fleet: Fleet) -> None:
@@ -120,30 +145,48 @@ async def reset(way: str, client: Client) -> None:
     result.raise_for_failures()
 
 
-async def one_run(way: str, fleet: Fleet, client: Client, plan: list[Arrival]) -> tuple[list[Seen], int]:
-    """What requests saw, and tokens computed that nobody was given, prompts aside."""
+async def one_run(way: str, fleet: Fleet, client: Client, plan: list[Arrival]) -> Run:
     await warm(fleet)
     folders = [Path(fleet.directory, each.name) for each in fleet.replicas]
     preempted = sum(read_counters(folder).preemptions for folder in folders)
+    under_way = [0] * REPLICAS
     began = time.monotonic()
+    struck: list[float] = []
 
     async def arrive(arrival: Arrival) -> Generation:
-        await asyncio.sleep(began + arrival.at_s - time.monotonic())
-        return await asked(fleet.replicas[arrival.replica].api, arrival.prompt)
+        under_way[arrival.replica] += 1
+        try:
+            return await asked(fleet.replicas[arrival.replica].api, arrival.prompt)
+        finally:
+            under_way[arrival.replica] -= 1
 
-    async def strike() -> None:
+    async def arrive_all() -> list[Generation]:
+        async with asyncio.TaskGroup() as tasks:
+            under_load = []
+            for arrival in plan:
+                await asyncio.sleep(began + arrival.at_s - time.monotonic())
+                if struck and time.monotonic() > struck[0] + AFTER_S:
+                    break
+                under_load.append(tasks.create_task(arrive(arrival)))
+        return [task.result() for task in under_load]
+
+    async def strike() -> int:
         await asyncio.sleep(began + BEFORE_S - time.monotonic())
+        while min(under_way) < UNDER_WAY:
+            if time.monotonic() > began + BEFORE_S + PATIENCE_S:
+                raise RuntimeError(f"never {UNDER_WAY} requests at once on every replica, last {under_way}")
+            await asyncio.sleep(0.002)
+        struck.append(time.monotonic())
+        met = sum(under_way)
         await reset(way, client)
+        return met
 
-    found, _ = await asyncio.gather(asyncio.gather(*map(arrive, plan)), strike())
-    preempted = sum(read_counters(folder).preemptions for folder in folders) - preempted
+    found, met = await asyncio.gather(arrive_all(), strike())
     seen = [
-        Seen(
-            each.started - began - BEFORE_S, (each.times[0] - each.started) * 1000, each.cached_tokens, len(each.prompt)
-        )
+        Seen(each.started - struck[0], (each.times[0] - each.started) * 1000, each.cached_tokens, len(each.prompt))
         for each in found
     ]
-    return seen, preempted
+    return Run(seen, sum(read_counters(folder).preemptions for folder in folders) - preempted, met)
 
 
 @dataclass
@@ -152,6 +195,7 @@ class Way:
 
     seen: list[Seen]
     preempted: int = 0
+    under_way: int = 0
 
     def bins(self) -> list[float]:
         count = round((BEFORE_S + AFTER_S) / BIN_S)
@@ -185,26 +229,27 @@ class Way:
             self.first_token_ms(-BEFORE_S, 0),
             peak,
             percentile(waits, 0.99),
+            self.under_way,
             self.preempted,
         ]
 
 
 async def all_runs(fleet: Fleet, rounds: int, report: Report) -> dict[str, Way]:
     async with Client([f"{each.name}={each.sidecar}" for each in fleet.replicas]) as client:
-        alone_ms = await cold_ms(fleet, client)
-        # Two replicas of one thread each, on a machine that may have fewer cores than that to give.
-        rate = BUSY_SHARE * min(REPLICAS, os.cpu_count() or 1) * 1000 / alone_ms
+        progress("what a cold fleet can take")
+        capacity = await cold_capacity(fleet)
+        rate = BUSY_SHARE * capacity
         report.notes.append(
-            f"The first token of a request alone on a cold replica took {alone_ms:.0f} ms; offered were {rate:.1f} "
-            "requests a second."
+            f"Cold, the fleet takes {capacity:.1f} requests a second; offered were {rate:.1f} ({BUSY_SHARE:.0%} of it)."
         )
         ways = {way: Way([]) for way in WAYS}
         for number in range(rounds):
             for way, collected in ways.items():
                 progress(f"{way}, run {number + 1} of {rounds}")
-                seen, preempted = await one_run(way, fleet, client, arrivals(rate, number))
-                collected.seen += seen
-                collected.preempted += preempted
+                run = await one_run(way, fleet, client, arrivals(rate, number))
+                collected.seen += run.seen
+                collected.preempted += run.preempted
+                collected.under_way += run.under_way
     return ways
 
 
@@ -245,6 +290,7 @@ def measure(quick: bool) -> Report:
             "first token before (p50)",
             f"worst {BIN_S:.0f} s (p50)",
             "p99 after",
+            "requests met by the resets",
             "preemptions",
         ),
     )
