@@ -112,6 +112,7 @@ def written(stretches: list[Stretch], load: Load) -> dict[str, object]:
 async def test_resets_reorders_and_polling_drop_no_stream_and_change_no_token(fleet):
     replica = fleet.fleet.replicas[0]
     folder = Path(fleet.fleet.directory, replica.name)
+    loaded = os.getloadavg()[0]
     load = Load(replica.api, tokens=STREAM_TOKENS)
     load.start()
     try:
@@ -133,4 +134,4 @@ async def test_resets_reorders_and_polling_drop_no_stream_and_change_no_token(fl
     assert all(each.done.keys() == stretches[1].done.keys() for each in stretches if each.busy)
     assert all(each.gaps_ms(load) for each in stretches), "a stretch in which no token came"
     WRITTEN.parent.mkdir(parents=True, exist_ok=True)
-    WRITTEN.write_text(json.dumps(written(stretches, load), indent=1) + "\n")
+    WRITTEN.write_text(json.dumps({**written(stretches, load), "load": [loaded, os.getloadavg()[0]]}, indent=1) + "\n")
