@@ -151,6 +151,9 @@ def blocks_after_preempt(scheduler: Scheduler) -> int:
             for block in single.req_to_blocks.get(request.request_id, ()):
                 if block.is_null:
                     continue
+                if block.ref_cnt == 1:
+                    freed += 1
+                    continue
                 key = id(block)
                 seen = references.get(key, 0) + 1
                 references[key] = seen
