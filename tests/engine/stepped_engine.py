@@ -217,7 +217,9 @@ class SteppedEngine(EngineCoreProc):
 class Loop:
     """One engine with its bridge. `close` it whatever happens."""
 
-    def __init__(self, *, asynchronous: bool, connector: bool, blocks: int, **options: Any) -> None:
+    def __init__(
+        self, *, asynchronous: bool, connector: bool, blocks: int, engine_class: Any = SteppedEngine, **options: Any
+    ) -> None:
         self.clock = Clock()
         self.blocked = False
         self.directory = Path(tempfile.mkdtemp(prefix="kv"))
@@ -237,7 +239,7 @@ class Loop:
             )
         options.setdefault("distributed_executor_backend", f"{__name__}.{LoadingExecutor.__name__}")
         config = engine_config(asynchronous=asynchronous, **options)
-        self.engine: Any = SteppedEngine(config)
+        self.engine: Any = engine_class(config)
         self.bridge: Any = hooks.attach_to_process(self.engine)
         assert self.bridge is not None
         resume = self.bridge._port.resume
