@@ -24,7 +24,9 @@ def test_an_operation_works_when_all_it_needs_passed() -> None:
 
 def test_an_operation_of_which_a_file_was_not_run_is_not_said_to_work() -> None:
     passed = {file: count for file, count in EVERYTHING.items() if file != "test_state_machine"}
-    assert report(passed=passed).cell("relieve") == "found, 4 of 5 test files run"
+    assert report(passed=passed).cell("relieve") == "works on the scheduler"
+    del passed["test_deadlock_relief"]
+    assert report(passed=passed).cell("relieve") == "found, 3 of 5 test files run"
 
 
 def test_a_failed_test_fails_the_operations_that_need_it_and_no_other() -> None:
