@@ -1,8 +1,8 @@
 """What came out of each vLLM version, as a table of operation x version.
 
 A cell says "works" when the bridge switches the operation on there and every test file that it needs passed, "off: why"
-when it is switched off, and "FAILS: which" when a test failed. Where not all of them have been run it says so: "works on
-the scheduler" when those on a whole engine core are missing, else "found, N of M test files run".
+when it is switched off, and "FAILS: which" when a test failed. Where not all of them have been run it says so: "works
+on the scheduler" when those on a whole engine core are missing, else "found, N of M test files run".
 """
 
 from __future__ import annotations
