@@ -46,18 +46,19 @@ REPLICAS = 2
 PREFIXES = 4
 PREFIX_TOKENS = 768
 OWN_TOKENS = 24
-ANSWER_TOKENS = 96
+ANSWER_TOKENS = 192
+"""Long beside the prefill of a prompt, so that a load a cold fleet can take keeps a warm one at work too."""
 BEFORE_S, AFTER_S = 6.0, 20.0
 PAUSE_S = 4.0
 BIN_S = 2.0
-BUSY_SHARE = 0.5
+BUSY_SHARE = 0.6
 """Part of what a cold fleet can take that is offered: above 1 it could never warm up."""
 LANES = 4
 """Requests at once on each replica while that is measured."""
 CAPACITY_S = 10.0
-UNDER_WAY = 2
+UNDER_WAY = 1
 """Requests that each replica must be at when it is reset."""
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 WAYS = ("keep at once", "keep rolling", "preempt at once")
 
@@ -174,7 +175,7 @@ async def one_run(way: str, fleet: Fleet, client: Client, plan: list[Arrival]) -
         await asyncio.sleep(began + BEFORE_S - time.monotonic())
         while min(under_way) < UNDER_WAY:
             if time.monotonic() > began + BEFORE_S + PATIENCE_S:
-                raise RuntimeError(f"never {UNDER_WAY} requests at once on every replica, last {under_way}")
+                raise RuntimeError(f"never {UNDER_WAY} request under way on every replica at once, last {under_way}")
             await asyncio.sleep(0.002)
         struck.append(time.monotonic())
         met = sum(under_way)
@@ -239,6 +240,7 @@ async def all_runs(fleet: Fleet, rounds: int, report: Report) -> dict[str, Way]:
         progress("what a cold fleet can take")
         capacity = await cold_capacity(fleet)
         rate = BUSY_SHARE * capacity
+        progress(f"{capacity:.2f} requests a second; offered are {rate:.2f}")
         report.notes.append(
             f"Cold, the fleet takes {capacity:.1f} requests a second; offered were {rate:.1f} ({BUSY_SHARE:.0%} of it)."
         )

@@ -55,7 +55,7 @@ async def test_a_load_that_is_too_low_is_told_instead_of_measured(
     replicas: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "PATIENCE_S", 0.1)
-    with pytest.raises(RuntimeError, match="never 2 requests at once on every replica"):
+    with pytest.raises(RuntimeError, match="never 1 request under way on every replica"):
         await bench.one_run("keep at once", replicas, None, [])  # type: ignore[arg-type]
 
 
