@@ -69,8 +69,11 @@ class ServerProcess:
 
 def stopped(pid: int) -> bool:
     """Whether all of a process stands still."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
-    return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+    try:
+        states = [task.read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # a thread has just ended
+    return all(state == "T" for state in states)
 
 
 class ReplicaUnderTest:
