@@ -298,7 +298,7 @@ async def test_an_engine_that_appears_is_looked_at_at_once():
     engines.write()
     for callback in engines.callbacks:
         callback()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         await changed.wait()
     assert watching.snapshot().engines[0].verdict == types.VERDICT_IDLE
     await watching.close()
