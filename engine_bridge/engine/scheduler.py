@@ -145,7 +145,7 @@ def blocks_after_preempt(scheduler: Scheduler) -> int:
     deferred = getattr(scheduler, "defer_block_free", False)
     freed = 0
     for request in scheduler.running:
-        if deferred and not scheduler._request_blocks_can_be_freed(request):
+        if deferred and request.last_sched_seq > scheduler.processed_step_seq:
             continue
         for single in scheduler.kv_cache_manager.coordinator.single_type_managers:
             for block in single.req_to_blocks.get(request.request_id, ()):
