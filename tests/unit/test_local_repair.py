@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sidecar.local import boot_log, repair
-from sidecar.local.layout import Fleet, LocalError, Replica, write_record
-from sidecar.local.processes import ProcessRef, reference
+from sidecar.local.keeper import Plan
+from sidecar.local.layout import Fleet, LocalError, Replica, prepare_state, read_record, write_record
+from sidecar.local.processes import ProcessRef, alive, reference, send
+from sidecar.local.programs import Settings
+
+ROOT = Path(__file__).parents[2]
 
 KEEPER = (
     "import os, signal, sys\n"
@@ -105,3 +112,79 @@ def test_the_log_of_the_run_before_is_kept_beside_the_new_one(tmp_path):
     assert boot_log.stage_of(log) == "importing vLLM, the longest part"
     assert (tmp_path / "engine.log.1").read_text() == "Application startup complete\n"
     boot_log.begin_anew(tmp_path / "never.log")
+
+
+SERVER = """
+import http.server, sys
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+host, port = sys.argv[1].split(":")
+http.server.ThreadingHTTPServer((host, int(port)), Answer).serve_forever()
+"""
+SMALL_KEEPER = f"""
+import os, sys
+from pathlib import Path
+from sidecar.local import keeper, programs
+
+def program(address, log):
+    return programs.Program([sys.executable, "-c", {SERVER!r}, address], dict(os.environ), Path(log))
+
+programs.engine = lambda replica, run, settings: program(replica.api, replica.engine_log)
+programs.sidecar = lambda replica, run: program(replica.metrics, replica.sidecar_log)
+sys.exit(keeper.main())
+"""
+"""A real keeper whose engines and sidecars are small HTTP servers that say that they are well."""
+
+
+@pytest.fixture
+def fleet_of_two(tmp_path) -> Iterator[Path]:
+    """The state directory of a fleet that is up."""
+    prepare_state(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SMALL_KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto' / 'gen'}"},
+    )  # fmt: skip
+    assert process.stdin
+    assert process.stdout
+    try:
+        process.stdin.write(msgspec.json.encode(Plan(Settings(replicas=2), str(tmp_path))) + b"\n")
+        process.stdin.flush()
+        told = b""
+        while b'"booted"' not in told:
+            line = process.stdout.readline()
+            assert line, told
+            told += line
+        process.stdin.write(b"stay\n")
+        process.stdin.flush()
+        yield tmp_path
+        process.terminate()
+        process.stdin.close()
+        assert b'"ended"' in process.stdout.read()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_keeper_starts_again_only_what_is_gone_on_the_ports_it_had(fleet_of_two):
+    before = read_record(fleet_of_two)
+    first, second = before.replicas
+    for process in (first.sidecar_process, second.engine):
+        assert send(process, signal.SIGKILL)
+        until = time.monotonic() + 60
+        while alive(process) and time.monotonic() < until:
+            time.sleep(0.01)
+    after = repair.repaired(before, fleet_of_two, None, 120)
+    r0, r1 = after.replicas
+    assert (r0.engine, r1.sidecar_process) == (first.engine, second.sidecar_process)
+    assert r0.sidecar_process != first.sidecar_process
+    assert r1.engine != second.engine
+    assert [r0.metrics, r1.api] == [first.metrics, second.api]
+    with pytest.raises(LocalError, match="nothing missing"):
+        repair.repaired(after, fleet_of_two, None, 1)
