@@ -1,7 +1,7 @@
 """The two pages that tests walk command by command: what is on them, and who runs what.
 
-Every line of a console block is either run by a walk (`HOST`: real vLLM, `CLUSTER`: real kubectl and an API server) or
-named here with the reason why it is not, and with the test that does the same by other means.
+Every line of a console block is either run by a walk (`HOST`: on this machine; `CLUSTER`: real kubectl and an API
+server) or named here with the reason why it is not, and with the test that does the same by other means.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ NOT_WALKED = {
     "make demo": "minutes of real load; tests/e2e/test_demo.py runs it",
     "pip install kvctl": "comes from an index; test_dockerfile installs the wheel of this checkout with pip",
     "python -m build --wheel": "test_dockerfile runs it where the build backend is installed",
+    "PYTHONPATH=/opt/kvctl/bridge vllm serve MODEL": "needs a model; tests/engine/test_attach_api_server starts "
+    "vLLM's server with the bridge, and test_dockerfile shows that the folder is enough to find it",
     "docker build -f deploy/docker/Dockerfile -t registry.example/kvctl:0.1.0 .": "needs Docker; test_dockerfile takes "
     "its instructions one by one",
     "promtool check rules deploy/observability/prometheus/kvctl.rules.yaml": "test_alert_rules runs it",
@@ -46,7 +48,6 @@ NOT_WALKED = {
 
 HOST = [
     "python deploy/docker/bridge_bundle.py dist /opt/kvctl/bridge",
-    "PYTHONPATH=/opt/kvctl/bridge vllm serve MODEL",
     "kvctl-sidecar --name r0 --check",
     "kvctl-sidecar --name r0",
     "kvctl doctor --target 127.0.0.1:7700",

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pages
+import pytest
 import yaml
 from apiserver import ApiServer
 from apiserver import serving as api_serving
@@ -94,6 +95,7 @@ async def operator_of_the_deployment(api: ApiServer) -> AsyncIterator[None]:
         await asyncio.wait_for(task, 30)
 
 
+@pytest.mark.timeout(600)
 async def test_the_pages_are_walked_from_apply_to_delete(tmp_path: Path) -> None:
     fakes = [FakeSidecar("vllm-0"), FakeSidecar("vllm-1")]
     seen: dict[str, str] = {}
