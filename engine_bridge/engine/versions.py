@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.request_queue import RequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.request import Request
 
 _PREEMPT_NEEDS: Final = ("_preempt_request", "prev_step_scheduled_req_ids", "reset_preempted_req_ids")
 
@@ -72,23 +71,11 @@ def _preempt_missing(engine: EngineCore, scheduler: Scheduler) -> str:
             return f"this vLLM's scheduler has no {name}"
     if "drop_stale_output" not in inspect.signature(scheduler._preempt_request).parameters:
         return "this vLLM cannot drop output that is in flight when its request is preempted"
-    told = hasattr(scheduler, "_request_blocks_can_be_freed") or hasattr(scheduler, "processed_step_seq")
-    if getattr(scheduler, "defer_block_free", False) and not told:
+    if getattr(scheduler, "defer_block_free", False) and not hasattr(scheduler, "processed_step_seq"):
         return "this vLLM defers frees in a way that this bridge does not know"
     if is_lockstep(engine) and getattr(scheduler, "defer_block_free", False):
         return "lockstep data parallel with a KV consumer: frees are deferred and steps cannot be waited for"
     return ""
-
-
-def frees_at_once(scheduler: Scheduler, request: Request) -> bool:
-    """Whether a request's blocks would be free as soon as it is preempted, and not only after the steps in flight. 0.29
-    decides that where it frees, later versions in a method of its own.
-    """
-    if not getattr(scheduler, "defer_block_free", False):
-        return True
-    if hasattr(scheduler, "_request_blocks_can_be_freed"):
-        return bool(scheduler._request_blocks_can_be_freed(request))
-    return bool(request.last_sched_seq <= scheduler.processed_step_seq)
 
 
 def _events_missing(scheduler: Scheduler) -> str:

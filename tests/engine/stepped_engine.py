@@ -197,6 +197,7 @@ class SteppedEngine(EngineCoreProc):
         self.engine_index = 0
         self.engines_running = False
         self.shutdown_state = EngineShutdownState.RUNNING
+        self.reject_new_requests = False
         self.tensor_ipc_receiver = None
         self.has_coordinator = self.publish_dp_lb_stats = self.enable_fault_tolerance = False
         self.last_counts = (0, 0)
