@@ -59,6 +59,7 @@ _BY_REASON: Final[dict[tuple[str, str], grpc.StatusCode]] = {
     ("withdrawn", "NEVER_IDLE"): Code.DEADLINE_EXCEEDED,
     ("withdrawn", "NOT_EXECUTED"): Code.DEADLINE_EXCEEDED,
     ("partial", "OPERATION_RAISED"): Code.INTERNAL,
+    ("partial", "BLOCKS_HELD_BY_REQUESTS"): Code.FAILED_PRECONDITION,
     ("partial", "CONNECTOR_BUSY"): Code.FAILED_PRECONDITION,
     ("partial", "UNCONFIRMED"): Code.UNKNOWN,
     ("pending", "UNCONFIRMED"): Code.UNKNOWN,

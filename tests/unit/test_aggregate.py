@@ -55,6 +55,7 @@ ANY = st.one_of(
         (outcome("refused", "BLOCKS_HELD_BY_TRANSFERS", "x"), Code.FAILED_PRECONDITION, "BLOCKS_HELD_BY_TRANSFERS"),
         (outcome("pending", "CONNECTOR_BUSY", "x"), Code.FAILED_PRECONDITION, "CONNECTOR_BUSY"),
         (outcome("partial", "TIER_UNSUPPORTED", "x"), Code.UNIMPLEMENTED, "TIER_UNSUPPORTED"),
+        (outcome("partial", "BLOCKS_HELD_BY_REQUESTS", "x"), Code.FAILED_PRECONDITION, "BLOCKS_HELD_BY_REQUESTS"),
         (outcome("partial", "OPERATION_RAISED", "x"), Code.INTERNAL, "OPERATION_RAISED"),
         (outcome("partial", "UNCONFIRMED", "x"), Code.UNKNOWN, "UNCONFIRMED"),
         (outcome("busy", "OPERATION_IN_PROGRESS", "x"), Code.ABORTED, "OPERATION_IN_PROGRESS"),
