@@ -1,8 +1,8 @@
 """What came out of each vLLM version, as a table of operation x version.
 
 A cell says "works" when the bridge switches the operation on there and every test file that it needs passed, "off: why"
-when it is switched off, and "FAILS: which" when a test failed. Where not all of them have been run it says so: "works
-as far as tried" when only those on a whole engine core are missing, else "found, N of M test files run".
+when it is switched off, and "FAILS: which" when a test failed. Where only tests on a whole engine core have not been run
+it says "works*", where others have not been "found*", and below the table stands which.
 """
 
 from __future__ import annotations
@@ -65,9 +65,13 @@ class Report:
         ran = {file for file in files if self.passed.get(file)}
         if len(ran) == len(files):
             return "works"
-        if own and ran.issuperset(own):
-            return f"works as far as tried ({len(ran)} of {len(files)} test files)"
-        return f"found, {len(ran)} of {len(files)} test files run" if ran else "found, not tried"
+        return "works*" if own and ran.issuperset(own) else "found*"
+
+    @property
+    def not_run(self) -> list[str]:
+        """Files that some operation needs."""
+        needed = dict.fromkeys(file for files in (*TESTS_OF.values(), WHOLE_ENGINE) for file in files)
+        return [file for file in needed if file not in self.passed]
 
     @property
     def tests(self) -> str:
@@ -96,7 +100,15 @@ def _markdown(reports: Sequence[Report], rows: Sequence[tuple[str, Sequence[str]
     lines = ["| operation | " + " | ".join(report.version for report in reports) + " |"]
     lines.append("| --- " * (len(reports) + 1) + "|")
     lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]
-    return "\n".join([*lines, "| tests | " + " | ".join(report.tests for report in reports) + " |", ""])
+    lines.append("| tests | " + " | ".join(report.tests for report in reports) + " |")
+    missing: dict[str, list[str]] = {}
+    for report in reports:
+        if report.not_run:
+            missing.setdefault(", ".join(report.not_run), []).append(report.version)
+    if missing:
+        told = (f"{files} on {', '.join(versions)}" for files, versions in missing.items())
+        lines += ["", f"\\* Not run here: {'; '.join(told)}."]
+    return "\n".join([*lines, ""])
 
 
 def rewrite(page: str, text: str) -> str:
