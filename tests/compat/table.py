@@ -1,8 +1,8 @@
 """What came out of each vLLM version, as a table of operation x version.
 
 A cell says "works" when the bridge switches the operation on there and every test file that it needs passed, "off: why"
-when it is switched off, and "FAILS: which" when a test failed. Where only tests on a whole engine core have not been run
-it says "works*", where others have not been "found*", and below the table stands which.
+when it is switched off, and "FAILS: which" when a test failed. Where only tests on a whole engine core have not been
+run it says "works*", where others have not been "found*", and below the table stands which.
 """
 
 from __future__ import annotations
