@@ -45,6 +45,8 @@ LOG: Final = logging.getLogger("kvctl.sidecar")
 
 CLIENT: Final = f"kvctl-sidecar/{__version__}"
 
+_LAST_WORDS_S: Final = 5.0
+
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. OSError and ValueError say why it could not start."""
@@ -167,7 +169,8 @@ class Application:
             await self._stop.wait()
             await self._drain()
         finally:
-            await server.stop(0.5)
+            # Returns once every call has ended; what was just told to its caller must still be sent.
+            await server.stop(min(_LAST_WORDS_S, max(0.5, config.grace / 4)))
             await http.close()
             await self._sampler.close()
             await self._engines.close()

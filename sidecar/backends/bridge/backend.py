@@ -26,6 +26,8 @@ LOG: Final = logging.getLogger(__name__)
 
 _FIRST_RETRY_S: Final = 0.1
 _LONGEST_RETRY_S: Final = 2.0
+_MOST_RANKS: Final = 1024
+"""Beside one engine. What an engine says is not believed without bounds."""
 
 R = TypeVar("R", protocol.Found, protocol.Cancelled, protocol.Evidence)
 
@@ -83,7 +85,7 @@ class BridgeEngine:
             backend="bridge",
             pid=w.pid,
             data_parallel_size=w.data_parallel_size,
-            local_ranks=tuple(w.local_ranks),
+            local_ranks=tuple(rank for rank in w.local_ranks[:_MOST_RANKS] if rank >= 0),
             vllm_version=w.vllm_version,
             bridge_version=w.bridge_version,
             model=w.model,
