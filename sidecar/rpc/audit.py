@@ -21,6 +21,7 @@ import grpc
 from sidecar.rpc import tracing
 from sidecar.rpc.auth import Caller
 from sidecar.rpc.errors import failure
+from sidecar.rpc.logs import has_room
 
 STDOUT: Final = "-"
 
@@ -82,6 +83,8 @@ class AuditLog:
             line["trace_id"] = trace
         data = (json.dumps(line, ensure_ascii=True) + "\n").encode()
         self._follow_rotation()
+        if self._target == STDOUT and not has_room(self._fd):
+            raise OSError(errno.EAGAIN, "the pipe is full, whoever should read it does not")
         written = os.write(self._fd, b"\n" + data if self._torn else data) - self._torn
         self._torn = written != len(data)
         if self._torn:
@@ -101,7 +104,9 @@ class AuditLog:
             raise OSError(errno.EINVAL, f"--audit-log {self._target}: {why}")
 
     def _open(self) -> None:
-        self._fd = os.open(self._target, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # O_NONBLOCK: a FIFO that nobody reads is an error and not the end of the event loop.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        self._fd = os.open(self._target, flags, 0o600)
         self._inode = os.fstat(self._fd).st_ino
 
     def _follow_rotation(self) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+import select
 import sys
 import time
-from typing import Final, Literal
+from typing import Final, Literal, TextIO
 
 Format = Literal["logfmt", "json"]
 
@@ -44,9 +45,25 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=True)
 
 
+def has_room(fd: int) -> bool:
+    """Whether a line can be written without waiting. A pipe that nobody reads would stop the whole event loop."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(0))
+
+
+class _NeverWaiting(logging.StreamHandler[TextIO]):
+    """Drops a line rather than wait for whoever should read it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write it if there is room."""
+        if has_room(self.stream.fileno()):
+            super().emit(record)
+
+
 def configure(log_format: Format, level: str) -> None:
     """Send everything to stderr in this format."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _NeverWaiting(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else LogfmtFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]

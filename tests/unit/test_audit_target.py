@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +13,20 @@ import pytest
 
 from sidecar.replica import main as program
 from sidecar.replica.audit import AuditLog
+from sidecar.rpc import logs
+from sidecar.rpc.auth import Caller, Role
+from sidecar.rpc.errors import Failure
+
+
+@pytest.fixture
+def full_pipe() -> Iterator[tuple[int, int]]:
+    unread, full = os.pipe()
+    os.set_blocking(full, False)
+    os.write(full, bytes(1 << 20))
+    os.set_blocking(full, True)
+    yield unread, full
+    os.close(unread)
+    os.close(full)
 
 
 def started(monkeypatch, capsys, tmp_path: Path, *words: str) -> tuple[int, str]:
@@ -45,3 +62,27 @@ def test_a_full_disk_is_told_at_the_start(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_blocks=10, f_bavail=0, f_bfree=0))
     with pytest.raises(OSError, match="no space left"):
         AuditLog(str(tmp_path / "a"), "r0")
+
+
+def test_a_pipe_that_nobody_reads_refuses_a_line_and_stops_nothing(full_pipe, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="fifo cannot be opened"):
+        AuditLog(str(tmp_path / "fifo"), "r0")
+    audit = AuditLog("-", "r0")
+    unread, audit._fd = full_pipe
+    with pytest.raises(Failure, match="the pipe is full"):
+        audit.begin(Caller("local", Role.ADMIN), "", "reset", "1", {})
+    os.read(unread, 1 << 20)
+    audit.begin(Caller("local", Role.ADMIN), "", "reset", "2", {})
+    assert json.loads(os.read(unread, 4096))["request_id"] == "2"
+
+
+def test_log_lines_that_nobody_reads_are_dropped(full_pipe, monkeypatch):
+    unread, full = full_pipe
+    monkeypatch.setattr("sys.stderr", os.fdopen(os.dup(full), "w", buffering=1))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logs.configure("logfmt", "info")
+    logging.getLogger("tests.full").info("nobody reads this")
+    os.read(unread, 1 << 20)
+    logging.getLogger("tests.full").info("somebody reads this")
+    assert b'msg="somebody reads this"' in os.read(unread, 4096)
