@@ -104,7 +104,7 @@ def server_settings(config: Config) -> ServerSettings:
 
 def engine_set(config: Config) -> EngineSet:
     """Where engines are looked for: the bridge, and stock vLLM's HTTP routes where a URL is given and no bridge is."""
-    bridge = EngineDirectory(config.engine_dir, CLIENT, list_missing=not config.expect_engines)
+    bridge = EngineDirectory(config.engine_dir, CLIENT, expected=config.expect_engines)
     if not config.engine_url:
         return bridge
     from sidecar.backends.http.engines import HttpEngines, PreferBridge  # memory: only where it is used

@@ -142,7 +142,7 @@ _TABLE: Final[dict[str, Setting]] = {
     "expect_engines": Setting(
         settings.count(0, 4096),
         lambda: "0",
-        "data-parallel ranks that must be here; missing ones fail (0: any)",
+        "data-parallel ranks that must be here; missing ones fail (0: as many as they know of)",
         metavar="N",
     ),
     "stall_after": Setting(

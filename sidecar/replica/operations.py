@@ -234,13 +234,13 @@ class Operations:
         """Answers, with a place for each rank that was promised and is missing."""
         answers = list(record.answers.values())
         ranks = {answer.rank for answer in answers}
-        for rank in range(self._expected):
-            if rank not in ranks:
-                missing = Unreachable(
-                    "NO_ENGINE",
-                    f"engine {rank} has not appeared in {self._engines.place}; {self._expected} engines are expected",
-                )
-                answers.append(EngineAnswer(rank, "", missing))
+        absent = [rank for rank in range(self._expected) if rank not in ranks]
+        for rank in absent[: max(0, self._expected - len(ranks))]:
+            missing = Unreachable(
+                "NO_ENGINE",
+                f"engine {rank} has not appeared in {self._engines.place}; {self._expected} engines are expected",
+            )
+            answers.append(EngineAnswer(rank, "", missing))
         return answers
 
     async def _wait(self, record: Operation, deadline: Deadline) -> Folded:

@@ -377,11 +377,21 @@ def test_a_caller_that_goes_away_changes_nothing(bench):
 def test_a_missing_rank_that_is_expected_is_not_a_smaller_replica(bench):
     bench.engine("--rank", "0", "--dp-size", "2")
     sidecar = bench.sidecar("--expect-engines", "2")
-    wait_until(lambda: len(incarnations(sidecar)) == 1, 30)
-    assert "1 of 2 engines" in sidecar.get("/readyz")[1]
+    wait_until(lambda: "2 engines are expected" in sidecar.get("/readyz")[1], 30)
     error = failed(reset(sidecar))
     assert error.reason == "NO_ENGINE"
     assert [engine.status.code for engine in error.result.engines] == [0, 14]
+    with sidecar.stub() as stub:
+        status = stub.AdmissionStatus(api.AdmissionStatusRequest(), timeout=30)
+        assert [engine.verdict for engine in status.engines] == [types.VERDICT_IDLE, types.VERDICT_STARTING]
+        renewal = api.RenewPauseRequest(pause_request_id=str(uuid.uuid4()))
+        renewal.lease.seconds = 5
+        check = api.ResetPrefixCacheRequest(running_requests=KEEP, validate_only=True)
+        for call in (lambda: stub.ResetPrefixCache(check, timeout=30), lambda: stub.RenewPause(renewal, timeout=30)):
+            with pytest.raises(grpc.RpcError) as raised:
+                call()
+            assert "NO_ENGINE" in str(errors.parse(raised.value).result)
+    assert 'kvctl_engine_up{engine="1"} 0.0' in sidecar.get("/metrics")[1]
 
 
 def test_a_rank_that_never_attached_is_known_from_the_one_beside_it(bench):
@@ -411,6 +421,16 @@ def test_a_rank_that_stopped_properly_is_no_rank_that_is_missing(bench):
     wait_until(lambda: incarnations(sidecar) == [first.incarnation], 30)
     sidecar.wait_ready()
     assert len(done(reset(sidecar)).engines) == 1
+
+
+def test_the_ranks_expected_on_a_second_machine_have_other_numbers(bench):
+    bench.engine("--rank", "5", "--dp-size", "8")
+    sidecar = bench.sidecar("--expect-engines", "2")
+    wait_until(lambda: "engine 4 has not appeared" in sidecar.get("/readyz")[1], 30)
+    assert [engine.status.engine.data_parallel_rank for engine in failed(reset(sidecar)).result.engines] == [4, 5]
+    bench.engine("--rank", "4", "--dp-size", "8")
+    sidecar.wait_ready(30)
+    assert len(done(reset(sidecar, 10.0)).engines) == 2
 
 
 def test_a_replica_said_to_have_one_engine_has_one_whatever_that_engine_knows(bench):

@@ -34,11 +34,11 @@ _MAX_FAILED_BYTES: Final = 64 * 1024
 class EngineDirectory:
     """Implements `sidecar.backends.engine.EngineSet` over a directory."""
 
-    def __init__(self, directory: Path, client: str = "kvctl-sidecar", *, list_missing: bool = True) -> None:
-        """`client` names this process in the engine's log. `list_missing`: list ranks that never attached, as far as
-        the others know of them. The directory need not exist yet.
+    def __init__(self, directory: Path, client: str = "kvctl-sidecar", *, expected: int = 0) -> None:
+        """`client` names this process in the engine's log. `expected`: ranks that are listed whether they attached or
+        not; 0 for as many as the others know of. The directory need not exist yet.
         """
-        self._list_missing = list_missing
+        self._expected = expected
         self._directory = directory
         self._client = client
         self._engines: dict[str, BridgeEngine] = {}
@@ -90,19 +90,27 @@ class EngineDirectory:
         return sorted(listed, key=lambda engine: (engine.rank, engine.key))
 
     def _never_attached(self, listed: set[int]) -> list[MissingEngine]:
-        """Ranks that those connected now know beside them, and of which there is nothing here."""
-        known = {
-            rank
-            for engine in self._engines.values()
-            if self._list_missing and not engine.dead and engine.facts is not None
-            for rank in engine.facts.local_ranks
-        }
-        missing = known - listed - self._left
+        """Ranks that are expected beside the others, and of which there is nothing here."""
+        missing = self._known_to_others() - listed - self._left
+        if self._expected:
+            # Which ones is a guess, how many is not: on the second of two machines with four ranks each, 4 to 7.
+            first = min(listed, default=0) // self._expected * self._expected
+            lacking = max(0, self._expected - len(listed)) if listed else 0
+            missing = set(sorted(set(range(first, first + 2 * self._expected)) - listed)[:lacking])
         for rank in self._missing.keys() - missing:
             del self._missing[rank]
         for rank in missing:
-            self._missing.setdefault(rank, MissingEngine(rank, self.place))
+            self._missing.setdefault(rank, MissingEngine(rank, self.place, expected=self._expected))
         return list(self._missing.values())
+
+    def _known_to_others(self) -> set[int]:
+        """Ranks that those connected now know beside them."""
+        return {
+            rank
+            for engine in self._engines.values()
+            if not engine.dead and engine.facts is not None
+            for rank in engine.facts.local_ranks
+        }
 
     def trouble(self) -> Unreachable | None:
         """See EngineSet."""

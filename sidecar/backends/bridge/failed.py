@@ -94,18 +94,24 @@ class FailedEngine(UnreachableEngine):
 
 
 class MissingEngine(UnreachableEngine):
-    """One that the ranks beside it know of and that has never attached."""
+    """One that the ranks beside it know of, or that was promised, and that has never attached."""
 
-    def __init__(self, rank: int, place: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`place` is where its files would be; `clock` gives seconds."""
+    def __init__(
+        self, rank: int, place: str, clock: Callable[[], float] = time.monotonic, *, expected: int = 0
+    ) -> None:
+        """`place` is where its files would be; `clock` gives seconds; `expected`: how many were promised."""
         super().__init__(f"engine-{rank}-missing", rank, "")
         self._place = place
         self._clock = clock
         self._since = clock()
+        self._expected = expected
 
     @property
     def trouble(self) -> Unreachable:
         """Starting for as long as ranks may start one after another, missing from then on."""
+        if self._expected:
+            text = f"engine {self.rank} has not appeared in {self._place}; {self._expected} engines are expected"
+            return Unreachable("NO_ENGINE", text)
         missing_s = self._clock() - self._since
         if missing_s < ATTACH_GRACE_S:
             return Unreachable("ENGINE_STARTING", f"engine {self.rank} has not attached yet; the ranks beside it have")
