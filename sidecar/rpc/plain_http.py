@@ -45,7 +45,7 @@ class PlainHttp:
         """Each route is called for each request; it must not block."""
         self._routes = routes
         self._server: asyncio.Server | None = None
-        self._open: set[asyncio.StreamWriter] = set()
+        self._open: dict[asyncio.StreamWriter, None] = {}
 
     async def start(self, address: Address) -> Address:
         """Listen; returns the address with the port the kernel chose. OSError names an address that cannot be had."""
@@ -68,9 +68,11 @@ class PlainHttp:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open) >= _MAX_CONNECTIONS:
-            writer.close()
-            return
-        self._open.add(writer)
+            # The one that has been here longest: idle connections must not keep a probe out.
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        self._open[writer] = None
         try:
             async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -79,7 +81,7 @@ class PlainHttp:
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError) as error:
             LOG.debug("http request dropped reason=%s", type(error).__name__)
         finally:
-            self._open.discard(writer)
+            self._open.pop(writer, None)
             writer.close()
 
     def _answer(self, head: bytes) -> bytes:
