@@ -27,6 +27,8 @@ Abandon = Literal["stay_paused", "resume"]
 
 DEFAULT_LEASE_S: Final = 30.0
 DEFAULT_STEP_TIMEOUT_S: Final = 60.0
+LONGEST_WEIGHT_VERSION: Final = 256
+"""As the sidecars have it: what they would refuse after the transfer is refused before it."""
 
 _POLICIES: Final = {
     "stay_paused": replica_pb2.ABANDON_POLICY_STAY_PAUSED,
@@ -52,6 +54,12 @@ class UpdatePlan:
     """For each of pause, reset and resume."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.weight_version, str):
+            raise ValueError(f"weight_version is {self.weight_version!r}; expected a text")
+        if len(self.weight_version) > LONGEST_WEIGHT_VERSION:
+            length = len(self.weight_version)
+            raise ValueError(f"weight_version has {length} characters; expected at most {LONGEST_WEIGHT_VERSION}")
+        self.weight_version.encode()
         if not 1.0 <= self.lease_s <= 600.0:
             raise ValueError(f"lease is {self.lease_s:g} s; expected 1 s to 600 s")
         if self.on_abandon not in _POLICIES:

@@ -6,14 +6,16 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from fake_sidecar_server import FakeSidecar, refused, serving
 from kvctl.v1 import replica_pb2, types_pb2
 
 from sidecar import client
-from sidecar.client import aio, errors
+from sidecar.client import aio, errors, weights
 from sidecar.client.results import EngineReset
+from sidecar.replica import rules
 
 
 @contextmanager
@@ -274,6 +276,13 @@ async def test_an_update_that_pauses_nobody_raises() -> None:
 def test_a_lease_out_of_range_is_refused() -> None:
     with pytest.raises(errors.RequestInvalid, match=r"lease is 0\.5 s; expected 1 s to 600 s"):
         aio.Fleet(["127.0.0.1:1"]).weight_update(lease_s=0.5)
+
+
+@pytest.mark.parametrize("version", [12, None, "v" * (weights.LONGEST_WEIGHT_VERSION + 1), "\ud800"])
+def test_a_weight_version_that_no_sidecar_takes_is_refused_before_the_transfer(version: Any) -> None:
+    assert weights.LONGEST_WEIGHT_VERSION == rules.LONGEST_WEIGHT_VERSION
+    with pytest.raises(errors.RequestInvalid):
+        aio.Fleet(["127.0.0.1:1"]).weight_update(version)
 
 
 def test_every_code_of_the_error_contract_has_its_exception() -> None:
