@@ -77,6 +77,11 @@ class LiveOperation:
             self.operation.state = state
             self.tell()
 
+    def show_under_way(self) -> None:
+        """Held or running; what is cancelled is held no more."""
+        held = self.held and not self.cancelled
+        self.show(fleet_pb2.OPERATION_STATE_PAUSED if held else fleet_pb2.OPERATION_STATE_RUNNING)
+
     def warn(self, text: str) -> None:
         """Something worth telling."""
         if text not in self.operation.warnings:

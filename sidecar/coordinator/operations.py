@@ -153,7 +153,7 @@ class Operations:
             live.warn(f"{what} is in force but not on record, a restarted coordinator will not know it: {error}")
         self._running.steer(live)
         if not live.ended:
-            live.show(fleet_pb2.OPERATION_STATE_PAUSED if live.held else fleet_pb2.OPERATION_STATE_RUNNING)
+            live.show_under_way()
         self._audit.end(asker.caller.name, what, operation_id, {"recorded": recorded})
         return live.snapshot()
 

@@ -147,7 +147,7 @@ class Running:
                 most_calls=self._channels.limit,
             )
             self.steer(live)
-            live.show(fleet_pb2.OPERATION_STATE_PAUSED if live.held else fleet_pb2.OPERATION_STATE_RUNNING)
+            live.show_under_way()
             await execution.run()
             self._metrics.retries.inc(execution.retries)
             for text in execution.warnings:

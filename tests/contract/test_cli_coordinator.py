@@ -102,6 +102,17 @@ async def test_operations_are_listed_paused_resumed_and_cancelled(tmp_path: Path
         assert (await kvctl(tmp_path, "ops", "resume", operation_id, *there))[0] == 0
         code, output, _ = await rolling
         assert (code, json.loads(output)["counts"]["succeeded"]) == (0, 2)
+        under_way.clear()
+        let_go.clear()
+        rolling = asyncio.create_task(kvctl(tmp_path, "reset", "--mode", "keep", "--rolling", "-o", "json", *there))
+        await asyncio.wait_for(under_way.wait(), 30)
+        _, listed, _ = await kvctl(tmp_path, "ops", "list", "-o", "name", *there)
+        assert (await kvctl(tmp_path, "ops", "pause", listed.split()[0], *there))[0] == 0
+        code, stopping, said = await kvctl(tmp_path, "ops", "cancel", listed.split()[0], *there)
+        assert (code, "ops resume" in stopping, "no further target is started" in said) == (0, False, True)
+        let_go.set()
+        code, output, _ = await rolling
+        assert (code, json.loads(output)["counts"]["cancelled"]) == (3, 1)
         code, _, problems = await kvctl(tmp_path, "ops", "get", "11111111-2222-3333-4444-555555555555", *there)
     assert code == 1
     assert "is not on record" in problems

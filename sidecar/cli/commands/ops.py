@@ -109,9 +109,10 @@ def cancel(settings: Settings, operation_id: str, output: str) -> None:
 def _change(settings: Settings, operation_id: str, form: str, what: str) -> None:
     from kvctl.v1 import fleet_pb2
 
-    from sidecar.cli import reaching
+    from sidecar.cli import output, reaching
     from sidecar.cli.operating import conclude, exit_with
     from sidecar.client.reach import Reach
+    from sidecar.client.remote import ENDED
 
     async def work(reach: Reach) -> fleet_pb2.FleetOperation:
         coordinator = reaching.coordinator_only(reach, f"ops {what}")
@@ -125,5 +126,7 @@ def _change(settings: Settings, operation_id: str, form: str, what: str) -> None
 
     operation = reaching.run(settings, work)
     code = conclude(operation, form)
+    if what == "cancel" and operation.state not in ENDED:
+        output.note("cancelled: no further target is started; `kvctl ops watch` with this id waits for those under way")
     if what == "get":
         exit_with(code)
