@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -129,8 +130,9 @@ def interruptible(reach: Reach) -> Iterator[list[int]]:
 def tell_detached(operation_id: str, settings: Settings, *, started: bool = True) -> None:
     """How to get back to an operation that goes on without us."""
     output.note(f"operation {operation_id} {'goes on' if started else 'may have been started'} at the coordinator")
-    output.note(f"  watch it:  kvctl ops watch {operation_id} --coordinator {settings.coordinator}")
-    output.note(f"  stop it:   kvctl ops cancel {operation_id} --coordinator {settings.coordinator}")
+    there = shlex.join(settings.coordinator_flags)
+    output.note(f"  watch it:  kvctl ops watch {operation_id} {there}")
+    output.note(f"  stop it:   kvctl ops cancel {operation_id} {there}")
 
 
 def _fill_rollout(spec: fleet_pb2.OperationSpec, options: Mapping[str, object]) -> None:

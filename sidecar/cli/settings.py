@@ -54,6 +54,13 @@ class Settings:
         """Whether it says whom to call."""
         return bool(self.coordinator or self.targets or self.inventory)
 
+    @property
+    def coordinator_flags(self) -> list[str]:
+        """Flags that reach the same coordinator with the same credentials, whatever the context is then."""
+        keys = ("coordinator", "ca", "cert", "key", "token_file", "server_name")
+        found = [(f"--{key.replace('_', '-')}", getattr(self, key)) for key in keys if getattr(self, key)]
+        return [word for pair in found for word in pair] + ["--insecure"] * self.insecure
+
 
 CONTEXT_KEYS: Final = tuple(f.name.replace("_", "-") for f in fields(Settings) if f.name != "source")
 

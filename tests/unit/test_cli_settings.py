@@ -83,3 +83,13 @@ def test_a_config_that_makes_no_sense_is_one_line(text: str, words: str) -> None
 )
 def test_durations_have_units(text: str, expected: float) -> None:
     assert Duration().convert(text, None, None) == expected
+
+
+def test_the_flags_that_lead_back_to_a_coordinator_carry_the_credentials_of_its_context() -> None:
+    context = Settings(coordinator="c:1", ca="a ca.pem", token_file="t", server_name="s", insecure=True)
+    assert context.coordinator_flags == [
+        *("--coordinator", "c:1", "--ca", "a ca.pem", "--token-file", "t", "--server-name", "s"),
+        "--insecure",
+    ]
+    contexts(prod=context)
+    assert choose(Settings(coordinator="c:1")).token_file == ""
