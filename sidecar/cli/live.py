@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import signal
 import sys
 import termios
 import tty
@@ -168,16 +169,25 @@ def _clock() -> str:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[], str]]:
-    """A function that returns the key pressed, or nothing; the terminal is put back whatever happens."""
+    """A function that returns the key pressed, or nothing; the terminal is put back whatever happens.
+
+    SIGTERM counts as q, because the screen is put back only by leaving it.
+    """
     number = sys.stdin.fileno()
     before = termios.tcgetattr(number)
+    loop = asyncio.get_running_loop()
+    ending: list[str] = []
 
     def pressed() -> str:
+        if ending:
+            return ending[0]
         ready, _, _ = select.select([number], [], [], 0)
         return os.read(number, 1).decode("ascii", "replace") if ready else ""
 
+    loop.add_signal_handler(signal.SIGTERM, ending.append, "q")
     try:
         tty.setcbreak(number)
         yield pressed
     finally:
+        loop.remove_signal_handler(signal.SIGTERM)
         termios.tcsetattr(number, termios.TCSADRAIN, before)

@@ -219,7 +219,8 @@ def test_top_without_a_terminal_prints_plain_lines(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_top_on_a_terminal_shows_a_screen_and_quits_with_q(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["q", "SIGTERM"])
+def test_top_on_a_terminal_shows_a_screen_and_gives_it_back(tmp_path: Path, how: str) -> None:
     with fleet(tmp_path, FakeSidecar("r0")) as inventory:
         master, slave = pty.openpty()
         process = subprocess.Popen(
@@ -228,10 +229,15 @@ def test_top_on_a_terminal_shows_a_screen_and_quits_with_q(tmp_path: Path) -> No
         )  # fmt: skip
         os.close(slave)
         shown = _read_until(master, b"FLOWING", 30)
-        os.write(master, b"q")
+        if how == "q":
+            os.write(master, b"q")
+        else:
+            process.terminate()
+        given_back = _read_until(master, b"\x1b[?1049l", 30)
         _drain(master, process, 30)
         os.close(master)
     assert b"FLOWING" in shown
+    assert b"\x1b[?1049l" in given_back
     assert process.returncode == 0
 
 
