@@ -1,6 +1,6 @@
 """What happens around every call, on every server here, in one interceptor.
 
-Order: does the method exist, may the caller use it, does it come in time, can the request be read, is there room, run
+Order: does the method exist, may the caller use it, does it come in time, is there room, can the request be read, run
 it, and turn whatever comes out into one kind of error. Left to gRPC, half of these end without details: a request that
 cannot be parsed, one that is too large, a call without a message. So handlers are given bytes, whatever the method, and
 everything is read and refused here. An exception that escapes a grpc.aio handler reaches the caller as UNKNOWN with a
@@ -120,10 +120,10 @@ class Gate(grpc.aio.ServerInterceptor):
             counted = False
             try:
                 self._admit(method, context)
-                raw = await anext(aiter(sent), None)
-                self._calls += 1
-                counted = True
-                self._make_room(method)
+                counted = method not in OPEN_METHODS  # whoever needs no credential takes nobody's room
+                self._calls += counted
+                self._make_room(counted)
+                raw = await anext(aiter(sent), None)  # after: one that never comes takes room too
                 request = _read(method, read, raw)
                 with self._span(method):
                     answer = await inner(request, context)
@@ -146,8 +146,8 @@ class Gate(grpc.aio.ServerInterceptor):
         tracing.TRACE_PARENT.set(tracing.read(metadata))
         NOT_AFTER_NS.set(self.instance.check(method, metadata))
 
-    def _make_room(self, method: str) -> None:
-        if self._calls > self._max_calls and method not in OPEN_METHODS:
+    def _make_room(self, counted: bool) -> None:
+        if counted and self._calls > self._max_calls:
             raise failure(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "TOO_MANY_OPERATIONS",

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvctl.v1 import replica_pb2 as api
 from kvctl.v1 import replica_pb2_grpc
 from kvctl.v1 import types_pb2 as types
@@ -19,6 +20,7 @@ from kvctl.v1 import types_pb2 as types
 from sidecar.rpc import addresses, channels, errors
 from sidecar.rpc.auth import Authorizer, Role
 from sidecar.rpc.channels import MAX_MESSAGE_BYTES
+from sidecar.rpc.health import Health
 from sidecar.rpc.interceptors import MAX_METADATA_BYTES
 from sidecar.rpc.server import ServerSettings
 from sidecar.rpc.serving import Serving
@@ -74,7 +76,8 @@ async def served(request, short_folder: Path) -> AsyncIterator[Served]:
     where = "127.0.0.1:0" if request.param == "tcp" else f"unix:{short_folder}/s"
     patient = Patient()
     settings = ServerSettings([addresses.parse_listen(where)], Authorizer(RULES), max_calls=2)
-    serving = Serving(settings, [lambda server: replica_pb2_grpc.add_CacheAdminServicer_to_server(patient, server)])
+    serve = [lambda server: replica_pb2_grpc.add_CacheAdminServicer_to_server(patient, server), Health("x").register]
+    serving = Serving(settings, serve)
     (bound,) = serving.bind()
     await serving.start()
     async with channels.connect(bound) as channel:
@@ -158,6 +161,23 @@ async def test_more_calls_than_there_is_room_for_are_told_to_come_again(served):
     assert told.retry_after
     served.patient.may_end.set()
     assert [(await call).message for call in waiting] == ["finished"] * 2
+
+
+async def test_probes_take_no_room_and_calls_that_send_no_message_do(served):
+    watches = [health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest()) for _ in range(4)]
+    assert all([await watch.read() for watch in watches])
+    await served.stub.GetReplica(api.GetReplicaRequest(), timeout=LIMIT_S)
+    silent = [served.channel.stream_unary(GET_REPLICA)() for _ in range(2)]
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                await served.stub.GetReplica(api.GetReplicaRequest(), timeout=LIMIT_S)
+            except grpc.aio.AioRpcError as error:
+                told = errors.parse(error)
+                break
+    assert told.reason == "TOO_MANY_OPERATIONS"
+    for call in [*watches, *silent]:
+        call.cancel()
 
 
 async def test_metadata_that_is_not_text_does_no_harm(served):
