@@ -92,6 +92,10 @@ def test_defaults_are_the_least_disruptive() -> None:
         ({"reset": {"runningRequests": "Preempt"}}, "reset cannot change"),
         ({"targets": {"names": ["other"]}}, "targets cannot change"),
         ({"rollout": {"strategy": "Rolling"}}, "rollout cannot change"),
+        ({"validateOnly": True}, "validateOnly cannot change"),
+        ({"retryRefused": True}, "retryRefused cannot change"),
+        ({"timeoutSeconds": 31}, "timeoutSeconds and concurrencyPolicy cannot change"),
+        ({"concurrencyPolicy": "Allow"}, "timeoutSeconds and concurrencyPolicy cannot change"),
         ({"reset": None, "relieve": {}}, "cannot change"),
     ],
 )
