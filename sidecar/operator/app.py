@@ -6,21 +6,24 @@ On SIGTERM the lease is given back at once; runs are dropped, and the next leade
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import signal
 import uuid
+from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Final
 
+import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from engine_bridge import __version__
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.discovery import DiscoveryError, kube_access, kubernetes
 from sidecar.coordinator.discovery.kube_access import Access
-from sidecar.coordinator.discovery.kube_api import Api
+from sidecar.coordinator.discovery.kube_api import Api, ApiError
 from sidecar.coordinator.discovery.kube_rows import Pod
 from sidecar.coordinator.discovery.kubernetes import KubernetesDiscovery
 from sidecar.coordinator.discovery.sources import JoinedDiscovery
@@ -29,9 +32,10 @@ from sidecar.coordinator.roster import Roster
 from sidecar.operator.config import Config
 from sidecar.operator.controller import Controller
 from sidecar.operator.events import Announcer
+from sidecar.operator.journal import path_of
 from sidecar.operator.lease import Election, Timing
 from sidecar.operator.reset_on import ResetOn
-from sidecar.operator.resource import Resource
+from sidecar.operator.resource import Resource, read
 from sidecar.operator.run import Surroundings
 from sidecar.operator.unknowns import Unknowns
 from sidecar.operator.watch import Watch
@@ -39,6 +43,8 @@ from sidecar.rpc import logs
 from sidecar.rpc.plain_http import Page, PlainHttp
 
 LOG: Final = logging.getLogger("kvctl.operator")
+
+_LIST_AGAIN_S: Final = 0.3
 
 SIDECAR_SELECTOR: Final = "kvctl.dev%2Fsidecar%3Dtrue"
 """Label of pods with a sidecar (deploy/kustomize/components/sidecar), as in a URL."""
@@ -137,8 +143,24 @@ class Operator:
         await self._election.run(self._lead, self._follow)
 
     async def _lead(self) -> None:
+        await self._told_of_all()
         await self.controller.lead()
         await self._reset_on.lead()
+
+    async def _told_of_all(self) -> None:
+        """Wait until the watch has told of every CacheOperation: policies must see what is under way.
+
+        No longer than the lease holds, which is not renewed meanwhile.
+        """
+        while self._election.leads():
+            try:
+                answer = await self._api.request("GET", path_of(self._namespace))
+            except (ApiError, DiscoveryError) as error:
+                LOG.warning("CacheOperations cannot be listed yet: %s", error)
+            else:
+                if all(map(self.controller.knows, _uids(answer))):
+                    return
+            await asyncio.sleep(_LIST_AGAIN_S)
 
     async def _follow(self) -> None:
         self._reset_on.stop()
@@ -174,6 +196,13 @@ class Operator:
     def _metrics_page(self) -> Page:
         self._metrics.active.set(self.controller.active)
         return Page(self._metrics.exposition(), content_type=CONTENT_TYPE_LATEST)
+
+
+def _uids(answer: bytes) -> Iterator[str]:
+    """Of the resources in a list, without those that cannot be read: nobody is told of them."""
+    for body in msgspec.json.decode(answer)["items"]:
+        with contextlib.suppress(ValueError):
+            yield read(body).metadata.uid
 
 
 def check(config: Config) -> str:

@@ -57,6 +57,10 @@ class Controller:
         if self._leading:
             await self._act(resource)
 
+    def knows(self, uid: str) -> bool:
+        """Whether the watch has told of this resource."""
+        return uid in self._known
+
     async def gone(self, uid: str) -> None:
         """A resource was deleted."""
         self._known.pop(uid, None)
@@ -186,19 +190,16 @@ class Controller:
         return [(other, count) for other, count in shared if count]
 
     def _expire(self, resource: Resource) -> None:
-        """Delete it when its time after the end is over."""
+        """Delete it when its time after the end is over; the time may have changed since it was last seen."""
         uid, ttl = resource.metadata.uid, resource.spec.ttl_seconds_after_finished
-        if ttl is None or uid in self._expiring:
-            return
-        self._expiring[uid] = asyncio.create_task(self._delete_after(resource, ttl))
+        expiring = self._expiring.pop(uid, None)
+        if expiring is not None:
+            expiring.cancel()
+        if ttl is not None:
+            self._expiring[uid] = asyncio.create_task(self._delete_after(resource, ttl))
 
     async def _delete_after(self, resource: Resource, ttl: int) -> None:
         await asyncio.sleep(max(0.0, _age_left(resource.status.completion_time, ttl)))
-        current = self._known.get(resource.metadata.uid)
-        if current is not None and current.spec.ttl_seconds_after_finished != ttl:
-            self._expiring.pop(resource.metadata.uid, None)
-            self._expire(current)
-            return
         body = f'{{"preconditions":{{"uid":"{resource.metadata.uid}"}},"propagationPolicy":"Background"}}'.encode()
         path = path_of(resource.metadata.namespace, resource.metadata.name)
         for wait_s in (*_DELETE_RETRIES_S, None):

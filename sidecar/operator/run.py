@@ -104,6 +104,10 @@ class Run:
         self._replicas: GrpcReplicas | None = None
         self._cancelled = ""
         self._held = False
+        self._shown: str = resource.status.phase
+        """The phase that was written last, of Running and Suspended."""
+        self._ending = False
+        """Whether the end is being written: nothing may write another phase after it."""
 
     @property
     def ended(self) -> bool:
@@ -133,7 +137,13 @@ class Run:
             self.execution.hold()
         else:
             self.execution.release()
-        await self._try_write({"phase": "Suspended" if held else "Running", **self._generation()})
+        await self._show_hold()
+
+    async def _show_hold(self) -> None:
+        phase = "Suspended" if self._held else "Running"
+        if phase != self._shown and not self._ending:
+            self._shown = phase
+            await self._try_write({"phase": phase, **self._generation()})
 
     async def go(self) -> Phase | None:
         """Run to the end. None when it did not end here: the resource is gone, or another process leads."""
@@ -182,6 +192,7 @@ class Run:
             self.execution.cancel(self._cancelled or "the CacheOperation was cancelled")
         if self._held:
             self.execution.hold()
+        await self._show_hold()  # what is on record may be older than a word that came while nobody ran it
         LOG.info("%s: %s over %d targets%s", resource.key, spec, len(plan.aims), ", resumed" if resumed else "")
         await self.execution.run()
         if self._writer.detached:
@@ -254,6 +265,7 @@ class Run:
 
     async def _put_plan_on_record(self, plan: Plan, journal: ResourceJournal) -> None:
         phase: Phase = "Suspended" if self._held else "Running"
+        self._shown = phase
         message = f"{len(plan.aims)} targets"
         await self._writer.write(
             {
@@ -281,6 +293,7 @@ class Run:
         reason: str = "",
         shown: Patch | None = None,
     ) -> None:
+        self._ending = True
         incomplete = self.plan.incomplete if self.plan else False
         patch: Patch = {
             **self._generation(),

@@ -147,6 +147,15 @@ async def test_a_finished_operation_is_deleted_after_its_time(cluster: Cluster) 
     assert cluster.effects() == [1] * 4
 
 
+async def test_a_time_that_is_shortened_after_the_end_counts_from_then_on(cluster: Cluster) -> None:
+    async with cluster.operator():
+        await cluster.apply("wipe", {**KEEP, "ttlSecondsAfterFinished": 3600})
+        await cluster.finished("wipe")
+        await cluster.told("Succeeded")
+        await cluster.api.merge("cacheoperations", "wipe", {"spec": {"ttlSecondsAfterFinished": 0}})
+        await cluster.api.until(lambda: ("cacheoperations", "llm", "wipe") not in cluster.api.objects)
+
+
 # --- steering --------------------------------------------------------------------------------------------------------
 
 ROLLING = {**KEEP, "rollout": {"strategy": "Rolling", "maxUnavailable": 1}}
@@ -164,6 +173,46 @@ async def test_suspend_holds_a_rollout_and_unsuspend_lets_it_go_on(cluster: Clus
         assert cluster.effects() == [1, 1, 0, 0]
         await cluster.api.merge("cacheoperations", "wipe", {"spec": {"suspend": False}})
         assert (await cluster.finished("wipe"))["phase"] == "Succeeded"
+
+
+async def test_a_suspend_while_the_end_is_written_does_not_take_the_end_back(cluster: Cluster) -> None:
+    reached, go = asyncio.Event(), asyncio.Event()
+
+    async def late(method: str, path: str) -> None:
+        if method == "PATCH" and path.endswith("/wipe/status") and cluster.status("wipe").get("progress") == "4/4":
+            reached.set()
+            await go.wait()
+
+    cluster.api.faults = late
+    async with cluster.operator() as operator:
+        await cluster.apply("wipe", KEEP)
+        await asyncio.wait_for(reached.wait(), 40)
+        await cluster.api.merge("cacheoperations", "wipe", {"spec": {"suspend": True}})
+        async with asyncio.timeout(30):
+            while not all(run._held for run in operator.controller._runs.values()):  # noqa: ASYNC110 - until it is known
+                await asyncio.sleep(0.01)
+        go.set()
+        await cluster.told("Succeeded")
+    assert cluster.status("wipe")["phase"] == "Succeeded"
+
+
+async def test_a_suspend_while_no_operator_runs_is_shown_by_the_next(cluster: Cluster) -> None:
+    reached, go = gate(cluster, 1)
+    async with cluster.operator():
+        await cluster.apply("wipe", ROLLING)
+        await asyncio.wait_for(reached.wait(), 40)
+    go.set()
+    await cluster.api.merge("cacheoperations", "wipe", {"spec": {"suspend": True}})
+    async with cluster.operator():
+        await cluster.api.until(lambda: cluster.status("wipe")["phase"] == "Suspended")
+    reached, go = gate(cluster, 2)
+    await cluster.api.merge("cacheoperations", "wipe", {"spec": {"suspend": False}})
+    async with cluster.operator():
+        await asyncio.wait_for(reached.wait(), 40)
+        await cluster.api.until(lambda: cluster.status("wipe")["phase"] == "Running")
+        go.set()
+        assert (await cluster.finished("wipe"))["phase"] == "Succeeded"
+    assert cluster.effects() == [1, 1, 1, 1]
 
 
 async def test_cancel_lets_the_call_under_way_finish_and_starts_no_other(cluster: Cluster) -> None:
@@ -225,6 +274,27 @@ async def test_forbid_skips_an_operation_on_pods_that_are_busy_and_names_the_oth
         assert "first" in status["message"]
         go.set()
         assert (await cluster.finished("first"))["phase"] == "Succeeded"
+    assert cluster.effects() == [1, 1, 1, 1]
+
+
+async def test_a_new_leader_knows_what_is_under_way_before_it_begins_anything(cluster: Cluster) -> None:
+    reached, go = gate(cluster, 1)
+    async with cluster.operator():
+        await cluster.apply("old", ROLLING)
+        await asyncio.wait_for(reached.wait(), 40)
+    await cluster.apply("new", KEEP)
+    objects = cluster.api.objects
+    objects["cacheoperations", "llm", "old"] = objects.pop(("cacheoperations", "llm", "old"))  # listed last
+
+    async def slow(method: str, path: str) -> None:
+        if method == "GET" and path.endswith("/cacheoperations"):
+            await asyncio.sleep(1)  # it leads before it knows
+
+    cluster.api.faults = slow
+    async with cluster.operator():
+        assert (await cluster.finished("new"))["phase"] == "Skipped"
+        go.set()
+        assert (await cluster.finished("old"))["phase"] == "Succeeded"
     assert cluster.effects() == [1, 1, 1, 1]
 
 
