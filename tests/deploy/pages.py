@@ -41,6 +41,7 @@ NOT_WALKED = {
     "vLLM's server with the bridge, and test_dockerfile shows that the folder is enough to find it",
     "docker build -f deploy/docker/Dockerfile -t registry.example/kvctl:0.1.0 .": "needs Docker; test_dockerfile takes "
     "its instructions one by one",
+    "docker push registry.example/kvctl:0.1.0": "needs Docker and a registry",
     "promtool check rules deploy/observability/prometheus/kvctl.rules.yaml": "test_alert_rules runs it",
     "kubectl auth can-i create cacheoperations.kvctl.dev -n kvctl-demo": "needs an API server that judges rights; "
     "test_operator holds the Role against every request of the operator",

@@ -16,6 +16,8 @@ from foreign_kinds import SCHEMAS as FOREIGN
 from foreign_kinds import problems
 from programs import program
 
+from engine_bridge import __version__
+
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 OVERLAYS = ("development", "production")
 
@@ -147,6 +149,11 @@ def test_engine_and_sidecar_share_the_socket_through_a_group_and_not_through_roo
     assert mounts == ["/run/kvctl", "/run/kvctl"]
     volume = next(v for v in pod["spec"]["volumes"] if v["name"] == "kvctl-engine")
     assert "emptyDir" in volume
+
+
+def test_operator_sidecar_and_bridge_are_one_image_of_this_version(rendered: list[Manifest]) -> None:
+    images = [one["image"] for pod in pods(rendered) for one in containers(pod) if one["image"].startswith("kvctl")]
+    assert images == [f"kvctl:{__version__}"] * 3
 
 
 def test_our_containers_are_not_root_and_cannot_become_it(rendered: list[Manifest]) -> None:
