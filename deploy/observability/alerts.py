@@ -222,8 +222,8 @@ OPERATIONS: Final = (
         hold="5m",
         severity="warning",
         summary=f"UNKNOWN OUTCOMES: coordinator {REPLICA}: {_TIMES} operations have targets whose answer was lost.",
-        remedy="Run the same operation again with the same id: a replica that has done it answers from its record, "
-        "one that has not does it now.",
+        remedy="They are asked for by themselves for an hour. `kvctl ops get ID` or `kubectl describe cop NAME` names "
+        "the replicas; for one that stays away start a new operation: the same id calls nobody.",
     ),
     Alert(
         name="KvctlOperationRaised",
@@ -311,7 +311,7 @@ PRESENCE: Final = (
         hold="0m",
         severity="warning",
         summary=f"NOT ALL SUCCEEDED: coordinator {REPLICA}: {_TIMES} targets of {_OPERATION} failed in 15 minutes.",
-        remedy="Run `kvctl ops list`, then `kvctl ops get ID`: every target is there with its reason.",
+        remedy="Run `kvctl ops get ID` or `kubectl describe cop NAME`: every target is there with its reason.",
     ),
     Alert(
         name="KvctlStoreFailed",
