@@ -34,6 +34,12 @@ LOG: Final = logging.getLogger(__name__)
 RECORDS: Final = 1000
 """Operations remembered; the engines remember as many themselves."""
 
+_GONE: Final[Mapping[str, Value]] = {
+    "code": "CANCELLED",
+    "reason": "OUTCOME_UNKNOWN",
+    "message": "the call ended before every engine had answered",
+}
+
 
 Cancellation = tuple[EngineBackend, protocol.Cancelled | Lost | Unreachable]
 """An engine, and what it said when it was asked to withdraw."""
@@ -368,7 +374,11 @@ class Operations:
         engines = list(self._engines.engines())
         self._audit.begin(caller, peer, "cancel", request_id, {"engines": [engine.rank for engine in engines]})
         at_ns = deadline.for_next_hop().at_ns
-        answers = await asyncio.gather(*(engine.cancel(request_id, at_ns) for engine in engines))
+        try:
+            answers = await asyncio.gather(*(engine.cancel(request_id, at_ns) for engine in engines))
+        except asyncio.CancelledError:
+            self._end_audit(caller, peer, "cancel", request_id, _GONE)
+            raise
         withdrawn = any(isinstance(answer, protocol.Cancelled) and answer.cancelled for answer in answers)
         self._end_audit(caller, peer, "cancel", request_id, {"cancelled": withdrawn})
         return list(zip(engines, answers, strict=True))
@@ -386,7 +396,11 @@ class Operations:
         self._audit.begin(caller, peer, "renew", renewal.pause_request_id, details)
         began = time.monotonic()
         at_ns = deadline.for_next_hop().at_ns
-        submitted = await asyncio.gather(*(engine.renew(renewal, at_ns) for engine in targets))
+        try:
+            submitted = await asyncio.gather(*(engine.renew(renewal, at_ns) for engine in targets))
+        except asyncio.CancelledError:
+            self._end_audit(caller, peer, "renew", renewal.pause_request_id, _GONE)
+            raise
         answers = [
             EngineAnswer(engine.rank, engine.incarnation, answer)
             for engine, answer in zip(targets, submitted, strict=True)

@@ -374,6 +374,21 @@ def test_a_caller_that_goes_away_changes_nothing(bench):
     assert [line["audit"] for line in sidecar.audit()] == ["begin", "end"]
 
 
+def test_a_renewal_whose_caller_went_away_has_its_second_audit_line(bench):
+    engine, sidecar = bench.engine(), bench.sidecar()
+    sidecar.wait_ready()
+    renewal = api.RenewPauseRequest(pause_request_id=str(uuid.uuid4()))
+    renewal.lease.seconds = 5
+    engine.freeze()
+    with sidecar.stub() as stub:
+        call = stub.RenewPause.future(renewal, timeout=30)
+        wait_until(lambda: sidecar.audit(), 30)
+        call.cancel()
+        wait_until(lambda: [line["audit"] for line in sidecar.audit()] == ["begin", "end"], 30)
+    engine.thaw()
+    assert sidecar.audit()[1]["reason"] == "OUTCOME_UNKNOWN"
+
+
 def test_a_missing_rank_that_is_expected_is_not_a_smaller_replica(bench):
     bench.engine("--rank", "0", "--dp-size", "2")
     sidecar = bench.sidecar("--expect-engines", "2")
