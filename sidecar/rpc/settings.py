@@ -209,7 +209,12 @@ def _from_file(program: Program, path: Path) -> dict[str, Raw]:
         return {}
     if not isinstance(content, dict) or not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"--config {path}: expected a mapping of settings, found {type(content).__name__}")
-    lines = {key.value: key.start_mark.line + 1 for key, _ in root.value}
+    lines: dict[str, int] = {}
+    for key, _ in root.value:
+        line = key.start_mark.line + 1
+        if key.value in lines:  # YAML would let the last one win: a token file given twice would be one role less
+            raise ConfigError(f"--config {path}, line {line}: {key.value} is given before, in line {lines[key.value]}")
+        lines[key.value] = line
     return {
         str(name): _file_value(program, f"--config {path}, line {lines.get(name, 0)}: {name}", str(name), value)
         for name, value in content.items()
@@ -242,7 +247,11 @@ def _file_value(program: Program, where: str, name: str, value: object) -> Raw:
     if isinstance(value, str | int | float):
         return [str(value)] if setting.many else str(value)
     if setting.many and isinstance(value, dict):
-        return [f"{key}={item}" for key, item in value.items()]
+        # As it would be said in a flag: canary: true is canary=true, and what has no value is no "None".
+        words = {True: "true", False: "false", None: ""}
+        return [
+            f"{key}={words[item] if item is None or isinstance(item, bool) else item}" for key, item in value.items()
+        ]
     if setting.many and isinstance(value, list) and all(isinstance(item, str | int) for item in value):
         return [str(item) for item in value]
     raise ConfigError(f"{where} cannot be a {type(value).__name__}")

@@ -80,6 +80,17 @@ def test_lists_and_mappings_in_the_file(tmp_path):
     assert [str(address) for address in config.listen] == ["127.0.0.1:1", "unix:/tmp/x"]
 
 
+def test_words_of_yaml_in_a_mapping_are_what_a_flag_would_say(tmp_path):
+    path = write(tmp_path, "labels: {canary: true, drained: no, zone: }")
+    assert load(["--config", path], {}).labels == {"canary": "true", "drained": "false", "zone": ""}
+
+
+def test_a_setting_that_is_given_twice_names_both_lines(tmp_path):
+    path = write(tmp_path, "token_file: admin=a\nname: r\ntoken_file: viewer=b")
+    with pytest.raises(ConfigError, match="line 3: token_file is given before, in line 1"):
+        load(["--config", path], {})
+
+
 def test_an_unknown_key_names_its_line(tmp_path):
     path = write(tmp_path, "name: x\n\ntoken_flie: admin=/t\n")
     with pytest.raises(ConfigError, match=r"line 3: token_flie is not a setting"):
