@@ -39,7 +39,7 @@ class Exit(IntEnum):
 
 def of_operation(operation: fleet_pb2.FleetOperation) -> Exit:
     """The exit code for a fleet operation that has ended, or that was left while it ran."""
-    if operation.state in (fleet_pb2.OPERATION_STATE_PENDING, fleet_pb2.OPERATION_STATE_RUNNING):
+    if operation.state in _NOT_ENDED:
         return Exit.UNKNOWN
     rows = [row for row in operation.results if row.reason != DUPLICATE_TARGET]
     succeeded = sum(row.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED for row in rows)
@@ -89,5 +89,8 @@ def of_code(code: str, reason: str = "") -> Exit:
     return Exit.FAILED
 
 
+_NOT_ENDED = frozenset(
+    {fleet_pb2.OPERATION_STATE_PENDING, fleet_pb2.OPERATION_STATE_RUNNING, fleet_pb2.OPERATION_STATE_PAUSED}
+)
 _REUSED = "REQUEST_ID_REUSED"
 _NOT_CALLED = frozenset({fleet_pb2.TARGET_OUTCOME_SKIPPED, fleet_pb2.TARGET_OUTCOME_CANCELLED})

@@ -72,8 +72,11 @@ def test_zero_means_every_replica_succeeded_and_none_may_be_missing(rows: list[R
     assert (code == Exit.SUCCEEDED) == (bool(rows) and set(rows) == {SUCCEEDED} and not incomplete)
 
 
-def test_an_operation_that_still_runs_is_unknown() -> None:
-    assert of_operation(fleet_pb2.FleetOperation(state=fleet_pb2.OPERATION_STATE_RUNNING)) is Exit.UNKNOWN
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "PAUSED"])
+def test_an_operation_that_has_not_ended_is_unknown(state: str) -> None:
+    under_way = operation([SUCCEEDED, (fleet_pb2.TARGET_OUTCOME_UNSPECIFIED, "", "")])
+    under_way.state = fleet_pb2.OperationState.Value(f"OPERATION_STATE_{state}")
+    assert of_operation(under_way) is Exit.UNKNOWN
 
 
 @pytest.mark.parametrize(
