@@ -54,6 +54,12 @@ def note(text: str) -> None:
         print(style.clean(text), file=sys.stderr, flush=True)
 
 
+def tell_of_nobody(found: Sequence[Message]) -> None:
+    """An empty fleet is said, rather than shown as nothing."""
+    if not found:
+        note("no replica found; check the fleet's inventory or DNS name")
+
+
 WARNINGS_SHOWN: Final = 10
 
 

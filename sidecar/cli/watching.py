@@ -22,6 +22,7 @@ def once(settings: Settings, targets: fleet_pb2.Targets, timeout_s: float, form:
 
     fleet = reaching.run(settings, work)
     output.warn(fleet.warnings)
+    output.tell_of_nobody(fleet.replicas)
     if form == "table":
         output.show(lambda console: admission.print_table(console, fleet))
     elif form == "wide":

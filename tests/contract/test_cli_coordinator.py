@@ -118,6 +118,15 @@ async def test_operations_are_listed_paused_resumed_and_cancelled(tmp_path: Path
     assert "is not on record" in problems
 
 
+async def test_a_coordinator_of_nobody_is_told_and_not_shown_as_nothing(tmp_path: Path) -> None:
+    inventory = tmp_path / "empty.yaml"
+    inventory.write_text("replicas: []\n")
+    async with coordinator(tmp_path, (), "--inventory", str(inventory)) as running:
+        for command in ("replicas", "admission"):
+            done = await kvctl(tmp_path, command, "--coordinator", running.address)
+            assert done == (4, "", "no replica found; check the fleet's inventory or DNS name\n")
+
+
 async def test_reads_go_through_the_coordinator_too(tmp_path: Path) -> None:
     async with serving(FakeSidecar("r0")) as addresses, coordinator(tmp_path, addresses) as running:
         there = ("--coordinator", running.address)

@@ -24,6 +24,7 @@ def replicas(settings: Settings, replicas: str, selector: str | None, output: st
     targets = targets_of(replicas, selector)
     fleet = reaching.run(settings, lambda reach: reach.replicas(targets))
     out.warn(fleet.warnings)
+    out.tell_of_nobody(fleet.replicas)
     if output == "table":
         out.show(lambda console: printer.print_table(console, fleet))
     elif output == "wide":
