@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -68,7 +69,19 @@ def check(config: Config) -> str:
     if config.engine_token_file is not None:
         read_token(config.engine_token_file)
     AuditLog(config.audit_log, config.name).close()
+    check_ready_file(config.ready_file)
+    if config.engine_url:
+        from sidecar.backends.http.client import parse_url  # memory: only where it is used
+
+        parse_url(config.engine_url)
     return describe(config, settings)
+
+
+def check_ready_file(path: Path | None) -> None:
+    """OSError when it could not be written once serving: too late to say so then."""
+    if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
+        why = "may not write in it" if path.parent.is_dir() else "finds no such directory"
+        raise OSError(errno.EACCES, f"--ready-file {path}: uid {os.getuid()} {why}")
 
 
 def describe(config: Config, settings: ServerSettings) -> str:
@@ -130,6 +143,7 @@ class Application:
         """From start to end."""
         self._take_signals()
         config = self._config
+        check_ready_file(config.ready_file)
         settings = server_settings(config)
         audit = AuditLog(config.audit_log, config.name)
         self._engines = engine_set(config)

@@ -52,6 +52,21 @@ def test_a_token_file_that_is_not_there_is_told_without_numbers(monkeypatch, cap
     assert "Errno" not in told
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        (("--ready-file", "/none/ready"), 4, "--ready-file /none/ready: uid"),
+        (("--engine-url", "http://me:secret@127.0.0.1:1"), 2, "must not hold credentials"),
+        (("--engine-url", "http://127.0.0.1:port"), 2, "engine URL"),
+    ],
+)
+def test_a_check_finds_what_would_end_the_start(monkeypatch, capsys, tmp_path, words, code, expected):
+    found, told = started(monkeypatch, capsys, tmp_path, *words)
+    assert found == code
+    assert expected in told
+    assert "secret" not in told
+
+
 def test_a_device_that_takes_no_lines_is_refused_and_the_null_device_is_not():
     with pytest.raises(OSError, match="--audit-log /dev/full: it is a device"):
         AuditLog("/dev/full", "r0")
