@@ -94,8 +94,8 @@ def test_defaults_are_the_least_disruptive() -> None:
         ({"rollout": {"strategy": "Rolling"}}, "rollout cannot change"),
         ({"validateOnly": True}, "validateOnly cannot change"),
         ({"retryRefused": True}, "retryRefused cannot change"),
-        ({"timeoutSeconds": 31}, "timeoutSeconds and concurrencyPolicy cannot change"),
-        ({"concurrencyPolicy": "Allow"}, "timeoutSeconds and concurrencyPolicy cannot change"),
+        ({"timeoutSeconds": 31}, "timeoutSeconds cannot change"),
+        ({"concurrencyPolicy": "Allow"}, "concurrencyPolicy cannot change"),
         ({"reset": None, "relieve": {}}, "cannot change"),
     ],
 )
@@ -110,6 +110,12 @@ def test_an_operation_that_may_have_begun_does_not_turn_into_another(change: dic
 def test_suspend_cancel_and_ttl_may_change_later(change: dict[str, Any]) -> None:
     old = stored({"reset": {"runningRequests": "Keep"}, "targets": ALL})
     assert stored({**old, **change}, old).items() >= change.items()
+
+
+def test_one_that_was_stored_before_a_default_was_there_can_still_be_written() -> None:
+    assert stored(
+        {"reset": {}, "targets": ALL, "suspend": True}, {"reset": {"runningRequests": "Fail"}, "targets": ALL}
+    )
 
 
 def test_a_cancel_is_for_good() -> None:
