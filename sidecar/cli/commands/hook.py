@@ -6,6 +6,8 @@ it found goes to stderr, which Kubernetes shows in the pod's events when a hook 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import click
 
 from sidecar.cli.options import Duration
@@ -23,11 +25,10 @@ def hook() -> None:
 @click.option("--ca", metavar="FILE", help="CA that signed the sidecar's certificate.")
 @click.option("--cert", metavar="FILE", help="Client certificate.")
 @click.option("--key", metavar="FILE", help="Key of the client certificate.")
-def pre_stop(
-    sidecar: str, timeout: float, token_file: str | None, ca: str | None, cert: str | None, key: str | None
-) -> None:
+@click.option("--server-name", metavar="NAME", help="Name expected in the sidecar's certificate.")
+def pre_stop(sidecar: str, timeout: float, **trust: str | None) -> None:
     """Wait until no request runs or waits, then let the container stop. Ends at once when the sidecar is gone."""
-    _wait("pre-stop", sidecar, timeout, token_file, ca, cert, key)
+    _wait("pre-stop", sidecar, timeout, trust)
 
 
 @hook.command("post-start")
@@ -37,29 +38,21 @@ def pre_stop(
 @click.option("--ca", metavar="FILE", help="CA that signed the sidecar's certificate.")
 @click.option("--cert", metavar="FILE", help="Client certificate.")
 @click.option("--key", metavar="FILE", help="Key of the client certificate.")
-def post_start(
-    sidecar: str, timeout: float, token_file: str | None, ca: str | None, cert: str | None, key: str | None
-) -> None:
+@click.option("--server-name", metavar="NAME", help="Name expected in the sidecar's certificate.")
+def post_start(sidecar: str, timeout: float, **trust: str | None) -> None:
     """Wait until the sidecar answers, so that a container started after it finds it."""
-    _wait("post-start", sidecar, timeout, token_file, ca, cert, key)
+    _wait("post-start", sidecar, timeout, trust)
 
 
-def _wait(
-    which: str,
-    address: str,
-    timeout_s: float,
-    token_file: str | None,
-    ca: str | None,
-    cert: str | None,
-    key: str | None,
-) -> None:
+def _wait(which: str, address: str, timeout_s: float, trust: Mapping[str, str | None]) -> None:
     import asyncio
 
     from sidecar.cli import hooks, output
     from sidecar.cli.reaching import security_of, told_plainly
     from sidecar.cli.settings import Settings
 
-    settings = Settings(targets=(address,), ca=ca or "", cert=cert or "", key=key or "", token_file=token_file or "")
+    ca, cert, key, token_file, name = (trust[one] or "" for one in ("ca", "cert", "key", "token_file", "server_name"))
+    settings = Settings(targets=(address,), ca=ca, cert=cert, key=key, token_file=token_file, server_name=name)
     with told_plainly():
         security = security_of(settings)
         wait = hooks.until_idle if which == "pre-stop" else hooks.until_answering
