@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sidecar.cli.commands.config import set_context
 from sidecar.cli.failures import Refusal
 from sidecar.cli.options import Duration
 from sidecar.cli.settings import Config, Settings, choose, config_path, load_config, local_inventory_path, save_config
@@ -93,3 +94,15 @@ def test_the_flags_that_lead_back_to_a_coordinator_carry_the_credentials_of_its_
     ]
     contexts(prod=context)
     assert choose(Settings(coordinator="c:1")).token_file == ""
+
+
+def test_a_context_has_a_name_and_means_the_same_files_wherever_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Refusal, match="name of the context is empty"):
+        set_context.main(["", "--coordinator", "c:1"], standalone_mode=False)
+    assert not config_path().exists()
+    set_context.main(["lab", "--inventory", "fleet.yaml", "--token-file", "/run/token"], standalone_mode=False)
+    made = load_config(config_path()).contexts["lab"]
+    assert (made.inventory, made.token_file) == (str(tmp_path / "fleet.yaml"), "/run/token")

@@ -69,15 +69,21 @@ def use_context(name: str) -> None:
 @click.option("--server-name", metavar="NAME", help="Name expected in the server's certificate.")
 @click.option("--insecure/--secure", default=None, help="Send a token without TLS beyond this machine.")
 def set_context(name: str, target: tuple[str, ...], **given: str | bool | None) -> None:
-    """Make a context, or change what is given of an existing one."""
+    """Make a context, or change what is given of an existing one. Paths are kept as absolute ones."""
+    import os
     from dataclasses import replace
 
     from sidecar.cli.failures import Refusal
     from sidecar.cli.settings import config_path, load_config, save_config
 
+    if not name:
+        raise Refusal("the name of the context is empty; expected one such as lab")
     found = load_config(config_path())
     old = found.contexts.get(name, Settings())
     changes: dict[str, object] = {key: value for key, value in given.items() if value is not None}
+    for key in ("inventory", "ca", "cert", "key", "token_file"):
+        if changes.get(key):
+            changes[key] = os.path.abspath(str(changes[key]))
     if target:
         changes["targets"] = target
     fleets = [key for key in ("coordinator", "targets", "inventory") if changes.get(key)]
