@@ -41,7 +41,7 @@ class EngineFacts:
     """Usable blocks, without null blocks."""
     prefix_caching: bool = True
     attached_at: float = 0.0
-    """Wall clock, seconds, when it began to keep a record of operations; 0 when it keeps none or that is not known."""
+    """CLOCK_MONOTONIC, seconds, when it began to record operations; 0 when it does not or that is not known."""
     capabilities: Mapping[str, str] = field(default_factory=dict)
     """protocol.CAPABILITIES name -> "" when available, else why not and what would give it."""
 

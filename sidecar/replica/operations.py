@@ -324,7 +324,7 @@ class Operations:
         An engine that came later, beside a sidecar that came later, knows nothing of what its predecessor did.
         """
         facts = [engine.facts for engine in self._engines.engines()]
-        ages = [time.time() - each.attached_at if each and each.attached_at else 0.0 for each in facts]
+        ages = [time.monotonic() - each.attached_at if each and each.attached_at else 0.0 for each in facts]
         return max(time.monotonic() - self._began, min(ages, default=0.0))
 
     async def _refresh(self, record: Operation, deadline: Deadline) -> None:

@@ -195,7 +195,8 @@ class BridgeEngine:
         """One connection from its start to its end; False when none came about. Sets what `trouble` tells."""
         try:
             ownership.check_directory(self._socket_path.parent)
-            attached_at = self._socket_path.stat().st_mtime
+            # A file has the wall clock only; when that steps later, records must not seem to reach back further.
+            attached_at = time.monotonic() - max(0.0, time.time() - self._socket_path.stat().st_mtime)
             connection = await Connection.open(self._socket_path)
         except ownership.NotTrusted as error:
             self._refusal = Unreachable("ENGINE_NOT_TRUSTED", str(error))
@@ -217,7 +218,7 @@ class BridgeEngine:
             if self._welcome is not None and self._welcome.incarnation != welcome.incarnation:
                 raise Refused(f"its incarnation changed to {welcome.incarnation}: another engine took its socket")
             self._welcome = welcome
-            self._attached_at = attached_at
+            self._attached_at = max(attached_at, self._attached_at) if self._attached_at else attached_at
             LOG.info(
                 "engine connected engine=%s pid=%d vllm=%s model=%s",
                 self.key,
