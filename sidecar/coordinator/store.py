@@ -95,6 +95,7 @@ class Store:
         except StoreError:
             self._lock.release()
             raise
+        self._file = self._identity()
         self._reader = self._open_reader()
         self._read_lock = threading.Lock()
         self._thread = threading.Thread(target=self._write_loop, name="store", daemon=True)
@@ -238,6 +239,22 @@ class Store:
             raise
         return connection
 
+    def _identity(self) -> tuple[int, int]:
+        """Which file the path leads to now. OSError when to none."""
+        found = self.path.stat()
+        return found.st_dev, found.st_ino
+
+    def _taken_away(self) -> str:
+        """Why what is written now would be lost, or be another coordinator's; empty while the file is in its place.
+        SQLite goes on writing into a file that was removed, and the lock was removed with it.
+        """
+        try:
+            if self._identity() == self._file:
+                return ""
+        except OSError as error:
+            return f"the store {self.path} is not there any more ({error.strerror}); restart the coordinator"
+        return f"the store {self.path} is another file than the one that was opened; restart the coordinator"
+
     def _open_reader(self) -> sqlite3.Connection | None:
         try:
             uri = f"{self.path.absolute().as_uri()}?mode=ro"
@@ -279,6 +296,9 @@ class Store:
         return failure
 
     def _verify_now(self) -> None:
+        if gone := self._taken_away():
+            self.trouble = gone
+            return
         try:
             whole = self.path.stat().st_size <= _VERIFIED_BYTES
             # A connection of its own: the others have pages in memory that may not be on the disk any more.
@@ -291,8 +311,8 @@ class Store:
                 connection.close()
         except sqlite3.Error as error:
             self.trouble = str(self._failed_read(error))
-        except OSError as error:
-            self.trouble = f"the store {self.path} is not there any more ({error.strerror}); restart the coordinator"
+        except OSError:
+            self.trouble = self._taken_away()
         else:
             if found != "ok":
                 self.trouble = self._corrupt(found)
@@ -315,6 +335,11 @@ class Store:
         """All of them in one transaction; when that fails none is on record, and each is told."""
         connection = self._writer
         assert connection is not None
+        if gone := self._taken_away():
+            self.trouble = gone
+            for job in jobs:
+                job.done.set_exception(StoreError(gone))
+            return
         try:
             connection.execute("BEGIN IMMEDIATE")
             results = [job.work(connection) for job in jobs]

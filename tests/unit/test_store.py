@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -289,6 +290,25 @@ async def test_a_store_that_was_taken_away_is_trouble(tmp_path: Path) -> None:
     await store.verify()
     assert "is not there any more" in store.trouble
     await store.close()
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["removed", "another coordinator's"])
+async def test_nothing_is_written_into_a_file_that_is_not_the_store_any_more(tmp_path: Path, another: bool) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    store = Store(folder / "ops.db")
+    await store.create(made := operation(), AIMS, [], "token:admin")
+    shutil.rmtree(folder)
+    successor = None
+    if another:
+        folder.mkdir()
+        successor = Store(folder / "ops.db")
+    with pytest.raises(StoreError, match="another file" if another else "not there any more"):
+        await store.intent(made.operation_id, "r0", "id-0", 0)
+    assert "restart the coordinator" in store.trouble
+    await store.close()
+    if successor is not None:
+        await successor.close()
 
 
 def damage(path: Path) -> None:
