@@ -19,13 +19,15 @@ _POD: Final = Variable("pod", 'label_values(kvctl_build_info{namespace=~"$namesp
 
 
 def _resets(where: str) -> Annotation:
-    """Resets that dropped a cache: the time of the last one, seen once within the annotation's step.
+    """Resets that dropped a cache: the time of the last one, seen at one or two neighbouring steps.
+
+    A step of 15 s may come before the scrape that brings the reset, so the next one has to see it too.
 
     Not changes(): the gauge is computed from a monotonic age at each scrape and jitters by microseconds.
     """
     return Annotation(
         "Resets",
-        f"(time() - kvctl_last_reset_timestamp_seconds{{{where}}} < 15) >= 0",
+        f"(time() - kvctl_last_reset_timestamp_seconds{{{where}}} < 30) >= 0",
         "reset ({{mode}}) on {{pod}} engine {{engine}}",
     )
 
