@@ -37,6 +37,8 @@ PAGES = {"README.md": short_table, "docs/engine-bridge.md": table}
 
 NEED_KERNELS = frozenset({"test_attach_api_server", "test_attach_offline", "test_http_backend_real"})
 """Test files that have vLLM compute something, or boot its API server."""
+SLOW = frozenset({"test_tensor_parallel"})
+"""Test files with nothing but slow tests, which are left out here."""
 FILE_SECONDS = 300
 """Time for one file, on a slow machine and on average."""
 
@@ -82,7 +84,7 @@ def _call_it_a_cpu_build(target: Path, version: str) -> None:
 
 def test_files(version: str) -> list[str]:
     """Names of the test files for a version."""
-    found = sorted(path.stem for path in (ROOT / "tests" / "engine").glob("test_*.py"))
+    found = sorted({path.stem for path in (ROOT / "tests" / "engine").glob("test_*.py")} - SLOW)
     return [name for name in found if version not in SOURCES or name not in NEED_KERNELS]
 
 

@@ -79,3 +79,15 @@ class Caller(BridgeClient):
                 found.append(self.read())
             except BlockingIOError:
                 return found
+
+
+def ask(loop: Loop, caller: Caller, request: protocol.Request, said: list[int]) -> Any:
+    """The answer, after as many turns of the loop as it takes; tokens that come meanwhile go to `said`."""
+    caller.say(request)
+    for _ in range(50):
+        loop.turn()
+        said += [token for output in loop.outputs() for token in output.new_token_ids]
+        for reply in caller.hear():
+            if not isinstance(reply, protocol.Welcome):
+                return reply
+    raise AssertionError(f"no answer to {request}")

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWind
 
 from engine_bridge import protocol
 from tests.engine.fake_vllm import expected_tokens
-from tests.engine.moves import HOUR_NS, Caller
+from tests.engine.moves import HOUR_NS, Caller, ask
 from tests.engine.scheduler_world import assert_queue_sound
 from tests.engine.stepped_engine import LoadingExecutor, Loop, assert_references_sound
 
@@ -58,17 +58,6 @@ def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
         yield loop
     finally:
         loop.close()
-
-
-def ask(loop: Loop, caller: Caller, request: protocol.Request, said: list[int]) -> Any:
-    caller.say(request)
-    for _ in range(50):
-        loop.turn()
-        said += [token for output in loop.outputs() for token in output.new_token_ids]
-        for reply in caller.hear():
-            if not isinstance(reply, protocol.Welcome):
-                return reply
-    raise AssertionError(f"no answer to {request}")
 
 
 def test_every_operation_on_a_model_with_several_kinds_of_state(loop: Loop) -> None:

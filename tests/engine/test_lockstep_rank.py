@@ -12,7 +12,7 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
 from engine_bridge import protocol
 from tests.engine.fake_vllm import expected_tokens
-from tests.engine.moves import HOUR_NS, Caller
+from tests.engine.moves import HOUR_NS, Caller, ask
 from tests.engine.stepped_engine import Loop, SteppedEngine
 
 pytestmark = pytest.mark.engine
@@ -48,17 +48,6 @@ def loop() -> Iterator[Loop]:
         yield loop
     finally:
         loop.close()
-
-
-def ask(loop: Loop, caller: Caller, request: protocol.Request, said: list[int]) -> Any:
-    caller.say(request)
-    for _ in range(10):
-        loop.turn()
-        said += [token for output in loop.outputs() for token in output.new_token_ids]
-        for reply in caller.hear():
-            if not isinstance(reply, protocol.Welcome):
-                return reply
-    raise AssertionError(f"no answer to {request}")
 
 
 def test_a_rank_is_reset_at_once_and_neither_held_nor_paused_nor_resumed_alone(
