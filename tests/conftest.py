@@ -1,7 +1,8 @@
-"""What all tests share: reports that can travel between pytest-xdist's processes, and a Ctrl-C that arrives."""
+"""What all tests share: reports that can travel between pytest-xdist's processes, a Ctrl-C that arrives, logging."""
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Generator
 
@@ -24,6 +25,16 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         if _escaped(shown) != shown:
             report.longrepr = _escaped(shown)
     return report
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Generator[None]:
+    """A program that a test runs in its own process configures logging, for a stderr that ends with the test."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = [each for each in root.handlers if each in before or type(each).__module__.startswith("_pytest")]
+    root.setLevel(level)
 
 
 def _escaped(text: str) -> str:

@@ -57,8 +57,14 @@ class _NeverWaiting(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write it if there is room."""
-        if has_room(self.stream.fileno()):
+        if self._has_room():
             super().emit(record)
+
+    def _has_room(self) -> bool:
+        try:
+            return has_room(self.stream.fileno())
+        except (OSError, ValueError):  # no descriptor behind it, or none any more: nobody to wait for
+            return True
 
 
 def configure(log_format: Format, level: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -101,3 +102,11 @@ def test_log_lines_that_nobody_reads_are_dropped(full_pipe, monkeypatch):
     os.read(unread, 1 << 20)
     logging.getLogger("tests.full").info("somebody reads this")
     assert b'msg="somebody reads this"' in os.read(unread, 4096)
+
+
+def test_log_lines_go_where_no_descriptor_is(monkeypatch):
+    monkeypatch.setattr("sys.stderr", written := io.StringIO())
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logs.configure("logfmt", "info")
+    logging.getLogger("tests.memory").info("kept")
+    assert "msg=kept" in written.getvalue()
