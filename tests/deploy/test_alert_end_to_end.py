@@ -124,7 +124,8 @@ def test_a_real_vllm_engine_that_stops_pages_somebody_and_the_alert_resolves_whe
     engines.mkdir(mode=0o700)
     name = "KvctlEngineStopped"
     with ExitStack() as stack:
-        vllm = stack.enter_context(engine_process(engines, step_ms=5))
+        # Slow steps: tokens must flow for longer than the time between two scrapes.
+        vllm = stack.enter_context(engine_process(engines, step_ms=30))
         sidecar = SidecarProcess(engines, tmp_path)
         stack.callback(sidecar.end)
         rules = impatient(RULES, "2s", tmp_path / "rules.yaml")
