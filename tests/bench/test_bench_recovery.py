@@ -65,9 +65,11 @@ async def test_what_a_cold_fleet_takes_is_measured_with_prompts_that_nothing_has
 
 
 def test_a_way_tells_hit_rate_and_first_token_by_seconds_from_the_reset() -> None:
-    seen = [bench.Seen(-1.0, 50.0, 100, 100), bench.Seen(1.0, 200.0, 0, 100), bench.Seen(3.0, 60.0, 95, 100)]
+    late = bench.BIN_S + 1.0
+    seen = [bench.Seen(-1.0, 50.0, 100, 100), bench.Seen(1.0, 200.0, 0, 100), bench.Seen(late, 60.0, 95, 100)]
+    seen.append(bench.Seen(-1.0, 50.0, 0, 100, met=True))
     way = bench.Way(seen, preempted=1, under_way=4)
     name, usual, lowest, back, before, worst, p99, under_way, preempted = way.row("keep at once")
-    assert (name, usual, lowest, back) == ("keep at once", 1.0, 0.0, 2.0)
+    assert (name, usual, lowest, back) == ("keep at once", 1.0, 0.0, bench.BIN_S)
     assert (before, worst, p99, under_way, preempted) == (50.0, 200.0, 200.0, 4, 1)
     assert Path(bench.DOCS).is_dir()
