@@ -19,7 +19,7 @@ from typing import Final
 
 import yaml
 
-from sidecar.coordinator.targets import Target
+from sidecar.coordinator.targets import EVERY_REPLICA, Target
 from sidecar.rpc import addresses
 
 MAX_FILE_BYTES: Final = 16 * 1024 * 1024
@@ -101,6 +101,8 @@ class _Reader:
         name = self._text(values["name"], "name") if "name" in values else ""
         if name and not _NAME.fullmatch(name):
             raise self._error(values["name"], f"name {name!r} is not one", "letters, digits, '.', '_' and '-'")
+        if name == EVERY_REPLICA:
+            raise self._error(values["name"], "name 'all' means every replica wherever one is chosen", "another name")
         return Target(address=address, name=name, labels=self._labels(values["labels"]) if "labels" in values else {})
 
     def _labels(self, node: yaml.Node) -> dict[str, str]:

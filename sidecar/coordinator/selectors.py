@@ -14,6 +14,8 @@ from typing import Final, Literal
 
 from kvctl.v1 import fleet_pb2
 
+from sidecar.coordinator.targets import EVERY_REPLICA
+
 _KEY: Final = r"[A-Za-z0-9](?:[A-Za-z0-9._/-]*[A-Za-z0-9])?"
 _VALUE: Final = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _EQUALITY: Final = re.compile(rf"({_KEY})\s*(==|=|!=)\s*({_VALUE})?")
@@ -135,7 +137,7 @@ def parse_replicas(text: str) -> fleet_pb2.Targets:
     A lone word is a name, never "has this label": for that there is `--selector`.
     """
     stripped = text.strip()
-    if stripped in ("all", "*"):
+    if stripped in (EVERY_REPLICA, "*"):
         return fleet_pb2.Targets(all=True)
     if re.search(r"[=()!]", stripped.replace("[!", "[")) or re.search(r"\s(in|notin)\b", stripped):
         parse_labels(stripped)

@@ -9,6 +9,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
+
+EVERY_REPLICA: Final = "all"
+"""What a person writes for the whole fleet; no replica may be called so."""
 
 
 @dataclass(frozen=True, slots=True)

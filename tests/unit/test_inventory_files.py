@@ -10,6 +10,7 @@ import pytest
 
 from sidecar.coordinator.discovery import DiscoveryError
 from sidecar.coordinator.discovery.dns import DnsDiscovery
+from sidecar.coordinator.discovery.sources import discovery_of
 from sidecar.coordinator.discovery.static import InventoryDiscovery
 from sidecar.coordinator.inventory import InventoryError, parse_inventory
 from sidecar.coordinator.targets import Target
@@ -43,6 +44,7 @@ def test_names_addresses_and_labels_are_read() -> None:
         ("replicas:\n- {address: 'a:1', labels: [x]}\n", 2, ["labels is not a mapping"]),
         ("replicas:\n- {address: 'a:1', labels: {'a b': x}}\n", 2, ["'a b'"]),
         ("replicas:\n- {name: 'r 0', address: 'a:1'}\n", 2, ["'r 0'"]),
+        ("replicas:\n- {name: all, address: 'a:1'}\n", 2, ["'all'", "every replica", "another name"]),
         ("replicas:\n- {name: r0, name: r1, address: 'a:1'}\n", 2, ["'name' is given twice"]),
         ("replicas: {a: b}\n", 1, ["not a list"]),
         ("servers: []\n", 1, ["'servers'", "replicas"]),
@@ -57,6 +59,11 @@ def test_an_error_names_file_line_and_what_was_expected(text: str, line: int, wo
     assert message.startswith(f"inventory fleet.yaml, line {line}: ")
     for word in words:
         assert word in message
+
+
+def test_a_target_on_the_command_line_is_not_named_like_the_whole_fleet() -> None:
+    with pytest.raises(ValueError, match="the name 'all' means every replica"):
+        discovery_of(["all=127.0.0.1:7700"])
 
 
 def test_an_empty_file_says_what_is_missing() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from sidecar.coordinator.discovery import Discovery, DiscoveryError
 from sidecar.coordinator.discovery.dns import DnsDiscovery
 from sidecar.coordinator.discovery.static import InventoryDiscovery, StaticDiscovery
-from sidecar.coordinator.targets import Discovered, Target
+from sidecar.coordinator.targets import EVERY_REPLICA, Discovered, Target
 from sidecar.rpc import addresses
 
 if TYPE_CHECKING:
@@ -140,4 +140,6 @@ def _target(text: str) -> Target:
         name, address = "", text
     if separator and not name:
         raise ValueError(f"target {text!r} has no name before '='; expected {FORMS}")
+    if name == EVERY_REPLICA:
+        raise ValueError(f"target {text!r}: the name 'all' means every replica; give it another name")
     return Target(address=addresses.parse(address, what="target").target, name=name)
