@@ -104,7 +104,7 @@ def renew(port: EnginePort, request: protocol.Renew, memory: Memory, now_ns: int
         ended = memory.ended_by_lease == request.pause_request_id
         message = "the lease ended and the engine resumed by itself" if ended else found
         if memory.abandoned == request.pause_request_id:
-            message = "the lease ended before the weights were declared whole; the engine stays paused"
+            message = "the lease ran out or was cancelled before the weights were whole; the engine stays paused"
         result = _result(port, memory, now_ns, ended_by_lease=ended)
         return Verdict("refused", result, _WRONG, message)
     lease.expires_ns = now_ns + request.lease_ns

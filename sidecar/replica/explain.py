@@ -140,8 +140,8 @@ def sleeping(waiting: int) -> str:
 
 
 _ABANDONED: Final = (
-    "a weight update was abandoned: its lease ended, the caches were reset and the scheduler stays paused "
-    "because the weights may be half written; write them whole, then `kvctl scheduling resume`"
+    "a weight update was abandoned (its lease ran out, or it was cancelled): caches were reset and the scheduler stays "
+    "paused because the weights may be half written; write them whole, then `kvctl scheduling resume`"
 )
 
 
