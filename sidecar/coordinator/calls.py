@@ -21,8 +21,8 @@ from kvctl.v1 import fleet_pb2, replica_pb2, replica_pb2_grpc, types_pb2
 
 from sidecar.coordinator import outcomes
 from sidecar.coordinator.outcomes import Failure, MutationResult
+from sidecar.coordinator.pauses import pause_meant
 from sidecar.coordinator.port import Answer, Asked
-from sidecar.coordinator.targets import derive_request_id
 from sidecar.rpc import errors, late_calls
 from sidecar.rpc.errors import RECORDS_REACH_BACK
 from sidecar.rpc.late_calls import Known
@@ -101,9 +101,16 @@ async def _call(
     bound = await bound_in_time(channel, deadline_ns, metadata)
     if isinstance(bound, Failure):
         return False, bound
+    pause_id = ""
+    if spec.resume.pause_request_id and not spec.validate_only:
+
+        async def ask(tried: str) -> Asked:
+            return await ask_operation(channel, tried, _left_s(deadline_ns), metadata)
+
+        pause_id = await pause_meant(spec.resume.pause_request_id, replica, ask)
     stub = replica_pb2_grpc.CacheAdminStub(channel)
     try:
-        return True, await _invoke(stub, spec, request_id, replica, _left_s(deadline_ns), (*metadata, *bound))
+        return True, await _invoke(stub, spec, request_id, pause_id, _left_s(deadline_ns), (*metadata, *bound))
     except grpc.aio.AioRpcError as error:
         return True, outcomes.read_failure(error)
 
@@ -171,7 +178,7 @@ async def _invoke(
     stub: replica_pb2_grpc.CacheAdminAsyncStub,
     spec: fleet_pb2.OperationSpec,
     request_id: str,
-    replica: str,
+    pause_id: str,
     timeout_s: float,
     metadata: Metadata,
 ) -> MutationResult:
@@ -203,8 +210,7 @@ async def _invoke(
                 return replica_pb2.ResumeSchedulingResponse(request_id=request_id)
             resume = replica_pb2.ResumeSchedulingRequest(request_id=request_id)
             resume.weight_version, resume.force = spec.resume.weight_version, spec.resume.force
-            if spec.resume.pause_request_id:
-                resume.pause_request_id = derive_request_id(spec.resume.pause_request_id, replica)
+            resume.pause_request_id = pause_id
             return await stub.ResumeScheduling(resume, timeout=timeout_s, metadata=metadata)
         case _:
             raise ValueError("the operation spec names no operation; set one of " + ", ".join(KINDS))

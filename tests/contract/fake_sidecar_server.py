@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 from kvctl.v1 import replica_pb2, replica_pb2_grpc, types_pb2
 
+from sidecar.coordinator.outcomes import RESULT_FIELDS
 from sidecar.rpc import errors
 from sidecar.rpc.errors import failure
 from sidecar.rpc.late_calls import Instance
@@ -209,7 +210,8 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
             await errors.abort(
                 context, failure(grpc.StatusCode.NOT_FOUND, "OPERATION_NOT_FOUND", "no operation with that id")
             )
-        return replica_pb2.GetOperationResponse(request_id=request.request_id, finished=True, reset=answer)
+        result = {RESULT_FIELDS[type(answer)]: answer}
+        return replica_pb2.GetOperationResponse(request_id=request.request_id, finished=True, **result)
 
     async def CancelOperation(self, request, context):  # noqa: N802
         self.cancelled.append(request.request_id)

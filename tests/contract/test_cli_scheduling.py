@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
 import pytest
 from fake_sidecar_server import FakeSidecar
 from kvctl.v1 import types_pb2
-from test_cli_commands import fleet, kvctl
+from test_cli_commands import KVCTL, environment, fleet, kvctl
 
 from sidecar.cli.abandoned import TOLD_BY
 from sidecar.client import Fleet, errors
 from sidecar.replica import explain
 from sidecar.rpc.errors import abort, failure
+from tests.contract.sidecar_process import SidecarProcess, wait_until
+from tests.fake_engine.process import spawn_engine
 
 
 class LeasedSidecar(FakeSidecar):
@@ -107,3 +112,31 @@ def test_the_client_names_a_pause_or_forces_its_end(tmp_path: Path) -> None:
         assert clients.resume_scheduling(pause_operation_id=operation_id).ok
         paused(tmp_path, ["--inventory", str(inventory)])
         assert clients.resume_scheduling(force=True).ok
+
+
+def test_a_pause_that_was_accepted_after_a_refusal_is_ended_by_its_operation_and_by_the_id_that_its_holder_shows(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "e").mkdir()
+    with spawn_engine(tmp_path / "e") as engine, ExitStack() as stack:
+        sidecar = SidecarProcess(tmp_path / "e", tmp_path)
+        stack.callback(sidecar.end)
+        sidecar.wait_ready(60)
+        where = ["--target", sidecar.address, "--timeout", "60s"]
+        engine.do("sleep")
+        pausing = subprocess.Popen(
+            [*KVCTL, "scheduling", "pause", "--lease", "10m", "--wait", "-o", "json", *where],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(tmp_path),
+        )  # fmt: skip
+        wait_until(lambda: "ENGINE_SLEEPING" in sidecar.audit_file.read_text(), 60)
+        engine.do("sleep", on=False)
+        output, _ = pausing.communicate(timeout=60)
+        [row] = json.loads(output)["results"]
+        assert (row["outcome"], row["attempts"] > 1) == ("TARGET_OUTCOME_SUCCEEDED", True)
+        resumed = kvctl(tmp_path, "scheduling", "resume", "--pause", json.loads(output)["operationId"], *where)
+        assert resumed.returncode == 0, resumed.stdout
+
+        paused(tmp_path, where)
+        refused = kvctl(tmp_path, "scheduling", "resume", *where)
+        [holder] = re.findall(r"pause ([0-9a-f-]{36}) holds the lease", " ".join(refused.stdout.split()))
+        assert kvctl(tmp_path, "scheduling", "resume", "--pause", holder, *where).returncode == 0

@@ -51,7 +51,7 @@ def pause(settings: Settings, lease: float, then_resume: bool, **options: object
 
 @scheduling.command()
 @selection_options
-@click.option("--pause", "pause_id", metavar="UUID", help="Operation id of the `kvctl scheduling pause` to end.")
+@click.option("--pause", "pause_id", metavar="UUID", help="The pause to end: its operation, or the id a refusal shows.")
 @click.option("--force", is_flag=True, help="End also a live lease that somebody else holds.")
 @click.option("--weight-version", metavar="TEXT", help="Recorded at the engine as the version of its weights.")
 @running_options
