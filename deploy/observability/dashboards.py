@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from deploy.observability.alerts import absent_sidecars
 from deploy.observability.panels import Annotation, Dashboard, Panel, Query, Variable
 
 _FLEET: Final = 'namespace=~"$namespace"'
@@ -19,15 +20,17 @@ _POD: Final = Variable("pod", 'label_values(kvctl_build_info{namespace=~"$namesp
 
 
 def _resets(where: str) -> Annotation:
-    """Resets that dropped a cache: the time of the last one, seen at one or two neighbouring steps.
+    """Resets that dropped a cache, each at its own time.
 
-    A step of 15 s may come before the scrape that brings the reset, so the next one has to see it too.
+    The value is the time (ms) and Grafana puts the mark there. The step of the query decides nothing but which of
+    several resets of one engine and mode are still seen: the last one before each step. Grafana makes it long, minutes
+    in a range of hours, so a mark at the step itself would be late, and one that is there for seconds would be missed.
 
     Not changes(): the gauge is computed from a monotonic age at each scrape and jitters by microseconds.
     """
     return Annotation(
         "Resets",
-        f"(time() - kvctl_last_reset_timestamp_seconds{{{where}}} < 30) >= 0",
+        f"kvctl_last_reset_timestamp_seconds{{{where}}} * 1000 >= $__from",
         "reset ({{mode}}) on {{pod}} engine {{engine}}",
     )
 
@@ -89,17 +92,12 @@ FLEET: Final = Dashboard(
             height=4,
         ),
         Panel(
-            "Pods without a sidecar",
-            (
-                Query(
-                    f"count(group by (namespace, pod) (vllm:num_requests_running{{{_FLEET}}}) "
-                    "unless on (namespace, pod) group by (namespace, pod) (kvctl_build_info)) or vector(0)",
-                    instant=True,
-                ),
-            ),
+            "Sidecars absent",
+            (Query(f"count({absent_sidecars(_FLEET)}) or vector(0)", instant=True),),
             kind="stat",
             width=4,
             height=4,
+            about="Of pods that had one in the last six hours, or whose sidecar is among Prometheus' targets.",
             warn_above=1,
         ),
         Panel(

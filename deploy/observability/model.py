@@ -36,12 +36,19 @@ class Alert:
     hold: str
     """How long it must hold ("2m"); "0m" fires at the first evaluation."""
     severity: Severity
-    summary: str
-    """One line: replica, engine, verdict."""
+    finding: str
+    """What is wrong, in one line: verdict, replica, engine."""
+    first_step: str
+    """The remedy in one line: a pager shows the summary and no more."""
     remedy: str
     """What to do, in one or two sentences; the runbook has the rest."""
     verdict: str = ""
     """The admission verdict it stands for, if any."""
+
+    @property
+    def summary(self) -> str:
+        """What is wrong, where, and what to do first."""
+        return f"{self.finding} {self.first_step}"
 
     @property
     def runbook(self) -> str:

@@ -57,7 +57,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Marks on the time axis."""
+    """Marks on the time axis. The value of `expr` is where: milliseconds since the epoch, above `$__from`."""
 
     name: str
     expr: str
@@ -153,6 +153,7 @@ def _annotation(annotation: Annotation) -> Node:
         "iconColor": annotation.color,
         "titleFormat": annotation.title,
         "step": "15s",
+        "useValueForTime": True,
     }
 
 

@@ -14,7 +14,7 @@ from apiserver import serving as api_serving
 from cluster import Cluster, pod
 from fake_sidecar_server import FakeSidecar, serving
 
-WHOLE_MODULES = {"test_alert_rules", "test_expressions", "test_alert_end_to_end"}
+WHOLE_MODULES = {"test_alert_rules", "test_expressions", "test_alert_end_to_end", "test_reset_annotations"}
 SINGLE_TESTS = {"test_prometheus_takes_the_example_scrape_configuration"}
 
 

@@ -89,7 +89,7 @@ def test_a_real_deadlock_pages_somebody_until_the_command_that_the_page_names_ha
         assert told["annotations"]["summary"].startswith(f"HELD_BLOCKS_DEADLOCK: replica {pod}, engine 0: ")
         page = ROOT / told["annotations"]["runbook_url"].partition("/blob/main/")[2]
         assert page.name == f"{name}.md"
-        command = re.search(r"`(kvctl relieve [^`]+)`", told["annotations"]["description"])
+        command = re.search(r"`(kvctl relieve [^`]+)`", told["annotations"]["summary"])
         assert command is not None
         assert command[1].replace(pod, "POD") in page.read_text()
         done = kvctl(command[1], "--target", sidecar.address)

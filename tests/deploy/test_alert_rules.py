@@ -11,9 +11,9 @@ import pytest
 import yaml
 from programs import program
 
-from deploy.observability.alerts import ALERTS, verdict_series
+from deploy.observability.alerts import ALERTS, SIDECAR_PORT, verdict_series
 from deploy.observability.generate import DEPLOY
-from deploy.observability.model import RUNBOOK_BASE, Alert
+from deploy.observability.model import REPLICA, RUNBOOK_BASE, Alert
 
 RULES = DEPLOY / "observability/prometheus/kvctl.rules.yaml"
 ROOT = DEPLOY.parent
@@ -70,6 +70,7 @@ def operations(values: str, **labels: str) -> Series:
 
 
 BUILD = Series(UP, "1x200", {"version": "0.1.0"})
+VLLM = Series("vllm:num_requests_running", "0x2000", {"engine": "0", "model_name": "tiny"})
 BORN = "_x10 1x200"
 """A counter whose series appears with its first increment, as every labelled counter does."""
 
@@ -167,8 +168,8 @@ CASES: dict[str, Case] = {
         "1m",
     ),
     "KvctlSidecarAbsent": Case(
-        [Series("vllm:num_requests_running", "0x60", {"engine": "0", "model_name": "tiny"})],
-        [Series("vllm:num_requests_running", "0x60", {"engine": "0", "model_name": "tiny"}), BUILD],
+        [VLLM, Series("up", "0x60", {"endpoint": SIDECAR_PORT})],
+        [VLLM, Series("up", "1x60", {"endpoint": SIDECAR_PORT}), Series("kvctl_watchers", "0x60")],
         "6m",
         {"namespace": "llm", "pod": "vllm-0"},
     ),
@@ -267,6 +268,68 @@ def test_alert_fires_naming_replica_verdict_and_remedy(alert: Alert, tmp_path: P
 def test_alert_stays_quiet_when_nothing_is_wrong(alert: Alert, tmp_path: Path) -> None:
     case = CASES[alert.name]
     run_promtool(tmp_path, case.quiet, alert.name, case.at, [])
+
+
+def absence(tmp_path: Path, at: str, *series: Series, fires: bool) -> None:
+    case = Case([], [], at, {"namespace": "llm", "pod": "vllm-0"})
+    (alert,) = (a for a in ALERTS if a.name == "KvctlSidecarAbsent")
+    run_promtool(tmp_path, [VLLM, *series], alert.name, at, [expected(alert, case)] if fires else [])
+
+
+def test_a_vllm_that_never_had_a_sidecar_misses_none(tmp_path: Path) -> None:
+    other = Series("kvctl_watchers", "0x2000", target={**TARGET, "pod": "vllm-1"})
+    absence(tmp_path, "1h", other, fires=False)
+
+
+def test_a_sidecar_that_has_gone_is_missed_although_it_is_no_target_any_more(tmp_path: Path) -> None:
+    absence(tmp_path, "1h", Series("kvctl_watchers", "0x40 stale"), fires=True)
+
+
+def test_a_sidecar_that_was_taken_out_is_not_missed_for_ever(tmp_path: Path) -> None:
+    absence(tmp_path, "6h30m", Series("kvctl_watchers", "0x40 stale"), fires=False)
+
+
+def test_a_sidecar_that_is_still_a_target_is_missed_for_as_long_as_it_is_away(tmp_path: Path) -> None:
+    gone = [Series("kvctl_watchers", "0x40 stale"), Series("up", "1x40 0x2000", {"endpoint": SIDECAR_PORT})]
+    absence(tmp_path, "6h30m", *gone, fires=True)
+
+
+def test_a_pod_that_has_gone_as_a_whole_misses_no_sidecar(tmp_path: Path) -> None:
+    vllm = Series("vllm:num_requests_running", "0x40 stale", {"engine": "0"})
+    run_promtool(tmp_path, [vllm, Series("kvctl_watchers", "0x40 stale")], "KvctlSidecarAbsent", "1h", [])
+
+
+def test_both_ways_of_scraping_name_the_sidecar_s_port_as_the_alert_does() -> None:
+    monitor = next(yaml.safe_load_all((DEPLOY / "kustomize/components/monitoring/podmonitor.yaml").read_text()))
+    assert [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]] == [SIDECAR_PORT]
+    for patch in ("sidecar-patch.yaml", "sidecar-patch-statefulset.yaml"):
+        spec = yaml.safe_load((DEPLOY / "kustomize/components/sidecar" / patch).read_text())["spec"]["template"]["spec"]
+        ports = [port for one in spec["initContainers"] for port in one.get("ports", [])]
+        assert {"name": SIDECAR_PORT, "containerPort": 7701} in ports
+    static = yaml.safe_load((DEPLOY / "observability/prometheus/scrape-static.yaml").read_text())
+    (rule,) = static["scrape_configs"][0]["relabel_configs"]
+    assert (rule["target_label"], rule["replacement"]) == ("endpoint", SIDECAR_PORT)
+    targets = [target for one in static["scrape_configs"][0]["static_configs"] for target in one["targets"]]
+    assert [target for target in targets if re.fullmatch(rule["regex"], target)] == ["10.0.0.1:7701", "10.0.0.2:7701"]
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_a_summary_says_where_what_and_what_to_do_first(alert: Alert) -> None:
+    assert alert.summary == f"{alert.finding} {alert.first_step}"
+    head = alert.finding.partition(": ")[0]
+    assert head == (alert.verdict or head.upper()), "a summary begins with the verdict"
+    if alert.name != "KvctlAbsent":
+        assert REPLICA in alert.finding, "no replica or coordinator is named"
+    if "engine" in CASES[alert.name].labels:
+        assert "engine {{ $labels.engine }}" in alert.finding
+    assert re.fullmatch(r"[A-Z].{10,100}[.?]", alert.first_step.replace(REPLICA, "POD")), "one short sentence, no more"
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_the_first_step_is_one_that_the_runbook_has_too(alert: Alert) -> None:
+    page = (ROOT / "docs/runbooks" / alert.runbook).read_text(encoding="utf-8")
+    for named in re.findall(r"`([^`]+)`", alert.first_step.replace(REPLICA, "POD")):
+        assert named in page, f"{alert.runbook} does not have `{named}`"
 
 
 def test_an_old_failure_of_a_target_that_was_just_found_is_no_news(tmp_path: Path) -> None:

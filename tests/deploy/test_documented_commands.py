@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
+import grpc
 import kubernetes_validate
 import pytest
 import yaml
 from apiserver import CRD
 from crd_validation import admit
+from kvctl.v1 import errors_pb2, fleet_pb2, replica_pb2, types_pb2
 
 from deploy.observability.alerts import ALERTS
 from sidecar.cli.main import cli
+from sidecar.coordinator.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 HOOKS = ROOT / "deploy/hooks"
+RECORDED = Path(__file__).parent / "recorded"
 PAGES = [*sorted((ROOT / "docs/runbooks").glob("*.md")), ROOT / "docs/install.md", HOOKS / "README.md"]
 COMMAND = re.compile(r"`(kvctl [^`]+)`|^ {4}(?:\$ )?(kvctl [^\n]+)$", re.MULTILINE)
 
@@ -31,7 +36,9 @@ def commands_in(text: str) -> list[str]:
 
 def documented() -> list[tuple[str, str]]:
     found = [(page.name, command) for page in PAGES if page.is_file() for command in commands_in(page.read_text())]
-    found += [(alert.name, command) for alert in ALERTS for command in commands_in(alert.remedy)]
+    found += [
+        (alert.name, command) for alert in ALERTS for command in commands_in(f"{alert.first_step} {alert.remedy}")
+    ]
     return sorted(set(found))
 
 
@@ -62,6 +69,73 @@ def test_runbooks_and_alerts_do_name_commands() -> None:
 def test_a_command_that_kvctl_does_not_take_would_be_caught() -> None:
     with pytest.raises(click.UsageError):
         parse(["reset", "--no-such-option"])
+
+
+ELSEWHERE = {
+    "kvctl-coordinator": {"--store"},
+    "vLLM": {"--enforce-eager", "--gpu-memory-utilization", "--max-model-len", "--max-num-seqs"},
+}
+"""Options that runbooks name and that are not kvctl's."""
+
+
+def advice() -> list[tuple[str, str]]:
+    """(where, text) of all that somebody reads whom an alert has called."""
+    pages = [(page.name, page.read_text()) for page in (ROOT / "docs/runbooks").glob("*.md")]
+    return pages + [(alert.name, f"{alert.first_step} {alert.remedy}") for alert in ALERTS]
+
+
+def options(command: click.Command, context: click.Context) -> list[click.Parameter]:
+    """Of a command and all below it."""
+    found = list(command.params)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            found += options(below, context)
+    return found
+
+
+def takes(option: click.Parameter, value: str) -> bool:
+    if getattr(option, "is_flag", False):
+        return False
+    try:
+        option.type.convert(value, option, None)
+    except click.BadParameter:
+        return False
+    return True
+
+
+def test_a_documented_option_is_one_that_some_command_takes_with_that_value() -> None:
+    known = options(cli, click.Context(cli, info_name="kvctl"))
+    named = {(where, found) for where, text in advice() for found in re.findall(r"`(--[a-z][^`]*)`", text)}
+    assert len(named) > 10
+    for where, text in sorted(named):
+        option, _, value = text.partition(" ")
+        if any(option in theirs for theirs in ELSEWHERE.values()):
+            continue
+        of_that_name = [one for one in known if option in one.opts]
+        assert of_that_name, f"{where}: no command has {option}"
+        assert not value or any(takes(one, value) for one in of_that_name), f"{where}: {text} is not taken"
+    assert "store" in {one.name for one in fields(Config)}
+
+
+def test_a_documented_reason_state_or_verdict_is_one_that_is_sent() -> None:
+    files = (errors_pb2, types_pb2, replica_pb2, fleet_pb2)
+    enums = [enum for file in files for enum in file.DESCRIPTOR.enum_types_by_name.values()]
+    sent = {value for enum in enums for value in enum.values_by_name}
+    sent |= {code.name for code in grpc.StatusCode}
+    for where, text in advice():
+        for word in re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", text):
+            if word.startswith(("KVCTL_", "VLLM_")):  # variables of the environment
+                continue
+            assert any(name == word or name.endswith(f"_{word}") for name in sent), f"{where}: nothing sends {word}"
+
+
+def test_a_documented_series_is_one_that_is_exposed() -> None:
+    exposed = "".join(page.read_text() for page in RECORDED.glob("*.2.prom"))
+    for where, text in advice():
+        for name in re.findall(r"\b(?:kvctl_|vllm:)[a-z_]+", text):
+            assert f"# TYPE {name} " in exposed, f"{where}: {name} is not exposed"
 
 
 def documents(name: str) -> list[dict[str, Any]]:

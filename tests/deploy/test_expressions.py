@@ -13,7 +13,7 @@ import yaml
 from monitoring import Prometheus, eventually, http_server, prometheus
 
 from deploy.observability import recording
-from deploy.observability.alerts import ALERTS
+from deploy.observability.alerts import ALERTS, SIDECAR_PORT
 from deploy.observability.dashboards import DASHBOARDS
 from deploy.observability.generate import DEPLOY
 from deploy.observability.model import Alert
@@ -21,8 +21,12 @@ from deploy.observability.model import Alert
 RECORDED = Path(__file__).parent / "recorded"
 RULES = DEPLOY / "observability/prometheus/kvctl.rules.yaml"
 POD = {"namespace": "llm", "pod": "vllm-0"}
-SOURCES = {"vllm": POD, "sidecar": POD, "coordinator": {"namespace": "llm", "pod": "kvctl-operator-0"}}
-SELECTOR = re.compile(r"((?:kvctl|vllm)[a-z_:]*)(?:\{([^}]*)\})?")
+SOURCES = {
+    "vllm": POD,
+    "sidecar": {**POD, "endpoint": SIDECAR_PORT},
+    "coordinator": {"namespace": "llm", "pod": "kvctl-operator-0"},
+}
+SELECTOR = re.compile(r'(?<!["\w-])((?:kvctl|vllm)[a-z_:]*|up(?=\{))(?:\{([^}]*)\})?')
 SCRAPES_OF_THE_FIRST = 2
 
 
@@ -54,7 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 
 def filled_in(expression: str) -> str:
-    return expression.replace("$namespace", ".*").replace("$pod", ".*")
+    return expression.replace("$namespace", ".*").replace("$pod", ".*").replace("$__from", "0")
 
 
 DASHBOARD_EXPRESSIONS = sorted({(d.uid, e) for d in DASHBOARDS for e in d.expressions()})
@@ -124,18 +128,22 @@ def test_no_name_of_vllm_is_one_that_it_calls_deprecated() -> None:
 
 
 def test_the_two_provisionings_of_an_alert_say_the_same() -> None:
-    """Grafana's file has the same names, expressions, holds and labels as Prometheus' rules."""
+    """Grafana's file has the same names, expressions, holds, labels and texts as Prometheus' rules."""
     grafana = yaml.safe_load((DEPLOY / "observability/grafana/alerting/kvctl.yaml").read_text())
     assert grafana["apiVersion"] == 1
     theirs = {
-        rule["title"]: (rule["data"][0]["model"]["expr"], rule["for"], rule["labels"])
+        rule["title"]: (rule["data"][0]["model"]["expr"], rule["for"], rule["labels"], rule["annotations"])
         for group in grafana["groups"]
         for rule in group["rules"]
     }
-    rules = yaml.safe_load(RULES.read_text())
     ours = {
-        rule["alert"]: (rule["expr"], rule["for"], rule["labels"])
-        for group in rules["groups"]
+        rule["alert"]: (
+            rule["expr"],
+            rule["for"],
+            rule["labels"],
+            {name: text.replace("$value", "$values.A.Value") for name, text in rule["annotations"].items()},
+        )
+        for group in yaml.safe_load(RULES.read_text())["groups"]
         for rule in group["rules"]
         if "alert" in rule
     }
