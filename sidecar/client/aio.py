@@ -17,29 +17,36 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
 from kvctl.v1 import fleet_pb2, replica_pb2, types_pb2
 
+from sidecar.client import arguments
 from sidecar.client.direct import DirectReach
 from sidecar.client.errors import KvctlError, ReplicaUnavailable, RequestInvalid, error_for
-from sidecar.client.reach import Reach, discovery_of, given_id
+from sidecar.client.reach import Reach, discovery_of
 from sidecar.client.remote import CoordinatorError, CoordinatorReach
 from sidecar.client.results import FleetResult, ReplicaAdmission, fleet_result, replica_admission
-from sidecar.client.weights import DEFAULT_LEASE_S, DEFAULT_STEP_TIMEOUT_S, Abandon, UpdatePlan, WeightUpdate
+from sidecar.client.weights import (
+    DEFAULT_LEASE_S,
+    DEFAULT_STEP_TIMEOUT_S,
+    LONGEST_WEIGHT_VERSION,
+    Abandon,
+    UpdatePlan,
+    WeightUpdate,
+)
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.discovery import DiscoveryError
+from sidecar.coordinator.outcomes import DUPLICATE_TARGET
 from sidecar.coordinator.port import Aim
 from sidecar.coordinator.rollout import PolicyError
-from sidecar.coordinator.selectors import SelectorError, parse_replicas
+from sidecar.coordinator.selectors import SelectorError
 from sidecar.rpc.channels import ClientSecurity
 from sidecar.rpc.tls import ClientTls
 
 RunningRequests = Literal["fail", "preempt", "keep"]
 Scope = Literal["idle", "uncached", "all_free"]
 Purpose = Literal["", "benchmark", "weight_update"]
-
-_T = TypeVar("_T")
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 
@@ -84,18 +91,23 @@ class Fleet:
 
         `ca_file` turns TLS on. RequestInvalid when these contradict each other.
         """
-        if sum(map(bool, (targets, inventory, coordinator))) != 1:
+        self._targets = arguments.targets(targets)
+        self._inventory = arguments.file("inventory", inventory)
+        self._coordinator = arguments.text(
+            "coordinator", "" if coordinator is None else coordinator, "a text such as '127.0.0.1:7710'"
+        )
+        if sum(map(bool, (self._targets, self._inventory, self._coordinator))) != 1:
             raise RequestInvalid("give exactly one of targets, inventory and coordinator")
-        if isinstance(targets, str):
-            raise RequestInvalid(f"targets is the text {targets!r}; expected a list of addresses")
-        self._targets = tuple(targets)
-        self._inventory = inventory
-        self._coordinator = coordinator
+        files = [
+            arguments.file(name, given)
+            for name, given in (("ca_file", ca_file), ("cert_file", cert_file), ("key_file", key_file))
+        ]
+        token = arguments.file("token_file", token_file)
+        name = arguments.text("server_name", server_name)
+        plain = arguments.flag("insecure", insecure)
         with _as_errors():
-            files = [Path(each) if each else None for each in (ca_file, cert_file, key_file)]
-            tls = ClientTls(files[0], files[1], files[2], server_name)
-            wanted = any(files) or bool(server_name)
-            self._security = ClientSecurity(tls if wanted else None, Path(token_file) if token_file else None, insecure)
+            tls = ClientTls(files[0], files[1], files[2], name)
+            self._security = ClientSecurity(tls if any(files) or name else None, token, plain)
         self._opened: Reach | None = None
         self._sidecars: Channels | None = None
 
@@ -145,16 +157,20 @@ class Fleet:
         nothing that was done.
         """
         request = replica_pb2.ResetPrefixCacheRequest(
-            running_requests=_one_of("running_requests", running_requests, _RUNNING),
-            reset_connector=reset_connector,
-            reset_mm_cache=reset_mm_cache,
-            reset_encoder_cache=reset_encoder_cache,
-            reorder_free_queue=reorder_free_queue,
-            wait_for_idle=wait_for_idle,
-            quarantine_running=quarantine_running,
-            purpose=_one_of("purpose", purpose, _PURPOSES),
+            running_requests=arguments.one_of("running_requests", running_requests, _RUNNING),
+            reset_connector=arguments.flag("reset_connector", reset_connector),
+            reset_mm_cache=arguments.flag("reset_mm_cache", reset_mm_cache),
+            reset_encoder_cache=arguments.flag("reset_encoder_cache", reset_encoder_cache),
+            reorder_free_queue=arguments.flag("reorder_free_queue", reorder_free_queue),
+            wait_for_idle=arguments.flag("wait_for_idle", wait_for_idle),
+            quarantine_running=arguments.flag("quarantine_running", quarantine_running),
+            purpose=arguments.one_of("purpose", purpose, _PURPOSES),
         )
-        spec = fleet_pb2.OperationSpec(reset=request, wait=wait, validate_only=validate_only)
+        spec = fleet_pb2.OperationSpec(
+            reset=request,
+            wait=arguments.flag("wait", wait),
+            validate_only=arguments.flag("validate_only", validate_only),
+        )
         return await self._run(spec, replicas, timeout_s, rollout, operation_id)
 
     async def reorder_free_queue(
@@ -168,8 +184,8 @@ class Fleet:
         operation_id: str = "",
     ) -> FleetResult:
         """Put free blocks back into block-id order."""
-        request = replica_pb2.ReorderFreeQueueRequest(scope=_one_of("scope", scope, _SCOPES))
-        spec = fleet_pb2.OperationSpec(reorder=request, wait=wait)
+        request = replica_pb2.ReorderFreeQueueRequest(scope=arguments.one_of("scope", scope, _SCOPES))
+        spec = fleet_pb2.OperationSpec(reorder=request, wait=arguments.flag("wait", wait))
         return await self._run(spec, replicas, timeout_s, rollout, operation_id)
 
     async def relieve_admission(
@@ -191,16 +207,15 @@ class Fleet:
         """Schedule again, such as after an abandoned weight update.
 
         A pause whose lease is alive has an owner: it ends only by `pause_operation_id`, the id of the operation that
-        paused, or with `force`, whoever holds it. RequestInvalid when both are given.
+        paused or the one that a refusal shows, or with `force`, whoever holds it. RequestInvalid when both are given.
         """
-        if force and pause_operation_id:
+        resume = replica_pb2.ResumeSchedulingRequest(
+            pause_request_id=arguments.operation_id("pause_operation_id", pause_operation_id),
+            weight_version=arguments.text("weight_version", weight_version, longest=LONGEST_WEIGHT_VERSION),
+            force=arguments.flag("force", force),
+        )
+        if resume.force and resume.pause_request_id:
             raise RequestInvalid("force ends whatever pause there is, pause_operation_id the one it names; give one")
-        with _as_errors():
-            resume = replica_pb2.ResumeSchedulingRequest(
-                pause_request_id=given_id(pause_operation_id) if pause_operation_id else "",
-                weight_version=weight_version,
-                force=force,
-            )
         return await self._run(fleet_pb2.OperationSpec(resume=resume), replicas, timeout_s, None, "")
 
     def weight_update(
@@ -215,31 +230,32 @@ class Fleet:
         step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
     ) -> WeightUpdate:
         """A weight update as one transaction; use it as `async with`. See `weights` for what happens when."""
-        with _as_errors():
-            plan = UpdatePlan(weight_version, lease_s, on_abandon, running_requests, require_all, step_timeout_s)
-            parse_replicas(replicas)
-        return WeightUpdate(_TakingPart(self, replicas), plan)
+        plan = UpdatePlan(weight_version, lease_s, on_abandon, running_requests, require_all, step_timeout_s)
+        return WeightUpdate(_TakingPart(self, arguments.replicas(replicas)), plan)
 
     # --- reading -------------------------------------------------------------------------------------------------
 
     async def admission(self, *, replicas: str = "all", timeout_s: float = 5.0) -> tuple[ReplicaAdmission, ...]:
         """Whether each engine admits requests, and if not, why."""
+        chosen, limit_s = arguments.replicas(replicas), arguments.timeout("timeout_s", timeout_s)
         with _as_errors():
-            answer = await self._reach.admission(parse_replicas(replicas), timeout_s)
+            answer = await self._reach.admission(chosen, limit_s)
         return tuple(replica_admission(row) for row in answer.replicas)
 
     async def watch_admission(
         self, *, replicas: str = "all", interval_s: float = 0.0
     ) -> AsyncIterator[ReplicaAdmission]:
         """Admission whenever a verdict changes, and every `interval_s` when that is not 0. Ends only when you stop."""
+        chosen, every_s = arguments.replicas(replicas), arguments.interval("interval_s", interval_s)
         with _as_errors():
-            async for sample in self._reach.watch(parse_replicas(replicas), interval_s):
+            async for sample in self._reach.watch(chosen, every_s):
                 yield replica_admission(sample.replica)
 
     async def replicas(self, *, replicas: str = "all") -> tuple[fleet_pb2.FleetReplica, ...]:
         """Every replica with what it says of itself."""
+        chosen = arguments.replicas(replicas)
         with _as_errors():
-            return tuple((await self._reach.replicas(parse_replicas(replicas))).replicas)
+            return tuple((await self._reach.replicas(chosen)).replicas)
 
     # --- inside --------------------------------------------------------------------------------------------------
 
@@ -261,30 +277,32 @@ class Fleet:
         rollout: fleet_pb2.Rollout | None,
         operation_id: str,
     ) -> FleetResult:
+        spec.targets.CopyFrom(arguments.replicas(replicas))
+        spec.timeout.FromTimedelta(timedelta(seconds=arguments.timeout("timeout_s", timeout_s)))
+        if (given := arguments.rollout(rollout)) is not None:
+            spec.rollout.CopyFrom(given)
+        same_id = arguments.operation_id("operation_id", operation_id)
+        arguments.sensible(spec)
         with _as_errors():
-            if timeout_s <= 0:
-                raise ValueError(f"timeout_s is {timeout_s:g}; expected more than 0")
-            spec.targets.CopyFrom(parse_replicas(replicas))
-            spec.timeout.FromTimedelta(timedelta(seconds=timeout_s))
-            if rollout is not None:
-                spec.rollout.CopyFrom(rollout)
-            return fleet_result(await self._reach.run(spec, operation_id))
+            return fleet_result(await self._reach.run(spec, same_id))
 
-    async def _taking_part(self, replicas: str) -> tuple[Sequence[Aim], Mapping[str, KvctlError], Channels]:
+    async def _taking_part(self, chosen: fleet_pb2.Targets) -> tuple[Sequence[Aim], Mapping[str, KvctlError], Channels]:
         """Also with a coordinator the replicas are called from here: leases are renewed by whoever may die."""
         with _as_errors():
             reach = self._reach
             if isinstance(reach, DirectReach):
-                resolved = await reach.resolve(parse_replicas(replicas), ask_all=True)
+                resolved = await reach.resolve(chosen, ask_all=True)
                 absent = {
-                    row.replica: error_for(row.code, row.reason, row.message, row.replica) for row in resolved.apart
+                    row.replica: error_for(row.code, row.reason, row.message, row.replica)
+                    for row in resolved.apart
+                    if row.reason != DUPLICATE_TARGET  # its replica takes part through its other address
                 }
                 for aim in resolved.aims:
                     if failure := resolved.failures.get(aim.address):
                         absent[aim.name] = error_for(failure.code, failure.reason, failure.message, aim.name)
                 aims = [aim for aim in resolved.aims if aim.name not in absent]
                 return aims, absent, reach.channels
-            listed = await reach.replicas(parse_replicas(replicas))
+            listed = await reach.replicas(chosen)
             lost = {
                 row.name: error_for(row.code, "", row.message, row.name) for row in listed.replicas if not row.reachable
             }
@@ -296,13 +314,13 @@ class Fleet:
 class _TakingPart:
     """A fleet and a selection, for an update to begin with."""
 
-    def __init__(self, fleet: Fleet, replicas: str) -> None:
+    def __init__(self, fleet: Fleet, chosen: fleet_pb2.Targets) -> None:
         self._fleet = fleet
-        self._replicas = replicas
+        self._chosen = chosen
 
     async def taking_part(self) -> tuple[Sequence[Aim], Mapping[str, KvctlError], Channels]:
         """See PausableFleet."""
-        return await self._fleet._taking_part(self._replicas)
+        return await self._fleet._taking_part(self._chosen)
 
 
 @contextmanager
@@ -318,9 +336,3 @@ def _as_errors() -> Iterator[None]:
         raise error_for(error.failure.code, error.failure.reason, str(error)) from error
     except OSError as error:
         raise RequestInvalid(str(error)) from error
-
-
-def _one_of(name: str, value: str, known: Mapping[str, _T]) -> _T:
-    if value not in known:
-        raise RequestInvalid(f"{name} is {value!r}; expected one of {', '.join(map(repr, known))}")
-    return known[value]

@@ -18,6 +18,7 @@ from typing import Final, Literal, Protocol
 
 from kvctl.v1 import replica_pb2, types_pb2
 
+from sidecar.client import arguments
 from sidecar.client.errors import FleetFailed, KvctlError
 from sidecar.client.leases import Lease
 from sidecar.coordinator.channels import Channels
@@ -27,12 +28,18 @@ Abandon = Literal["stay_paused", "resume"]
 
 DEFAULT_LEASE_S: Final = 30.0
 DEFAULT_STEP_TIMEOUT_S: Final = 60.0
+LEAST_LEASE_S: Final = 1.0
+LONGEST_LEASE_S: Final = 600.0
 LONGEST_WEIGHT_VERSION: Final = 256
-"""As the sidecars have it: what they would refuse after the transfer is refused before it."""
+"""Characters. As the sidecars have these: what they would refuse after the transfer is refused before it."""
 
 _POLICIES: Final = {
     "stay_paused": replica_pb2.ABANDON_POLICY_STAY_PAUSED,
     "resume": replica_pb2.ABANDON_POLICY_RESUME,
+}
+_RUNNING: Final = {
+    "keep": types_pb2.RUNNING_REQUESTS_KEEP,
+    "preempt": types_pb2.RUNNING_REQUESTS_PREEMPT,
 }
 _log = logging.getLogger(__name__)
 
@@ -54,20 +61,12 @@ class UpdatePlan:
     """For each of pause, reset and resume."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weight_version, str):
-            raise ValueError(f"weight_version is {self.weight_version!r}; expected a text")
-        if len(self.weight_version) > LONGEST_WEIGHT_VERSION:
-            length = len(self.weight_version)
-            raise ValueError(f"weight_version has {length} characters; expected at most {LONGEST_WEIGHT_VERSION}")
-        self.weight_version.encode()
-        if not 1.0 <= self.lease_s <= 600.0:
-            raise ValueError(f"lease is {self.lease_s:g} s; expected 1 s to 600 s")
-        if self.on_abandon not in _POLICIES:
-            raise ValueError(f"on_abandon is {self.on_abandon!r}; expected one of {', '.join(_POLICIES)}")
-        if self.running_requests not in ("keep", "preempt"):
-            raise ValueError(f"running_requests is {self.running_requests!r}; expected keep or preempt")
-        if self.step_timeout_s <= 0:
-            raise ValueError(f"step timeout is {self.step_timeout_s:g} s; expected more than 0")
+        arguments.text("weight_version", self.weight_version, longest=LONGEST_WEIGHT_VERSION)
+        arguments.seconds("lease_s", self.lease_s, LEAST_LEASE_S, LONGEST_LEASE_S)
+        arguments.one_of("on_abandon", self.on_abandon, _POLICIES)
+        arguments.one_of("running_requests", self.running_requests, _RUNNING)
+        arguments.flag("require_all", self.require_all)
+        arguments.timeout("step_timeout_s", self.step_timeout_s)
 
 
 class PausableFleet(Protocol):
@@ -175,7 +174,7 @@ class WeightUpdate:
     def _reset_request(self) -> replica_pb2.ResetPrefixCacheRequest:
         keep = self._plan.running_requests == "keep"
         return replica_pb2.ResetPrefixCacheRequest(
-            running_requests=types_pb2.RUNNING_REQUESTS_KEEP if keep else types_pb2.RUNNING_REQUESTS_PREEMPT,
+            running_requests=_RUNNING[self._plan.running_requests],
             quarantine_running=keep,
             reset_connector=True,
             reset_mm_cache=True,

@@ -207,6 +207,33 @@ async def test_a_replica_lost_on_the_way_does_not_hold_up_the_others() -> None:
     assert [type(r).__name__ for r in lost.requests] == ["PauseSchedulingRequest"]
 
 
+def lose_all(fakes: list[FakeSidecar]) -> None:
+    for fake in fakes:
+        fake.leases.clear()
+
+
+async def test_an_update_that_has_lost_every_replica_when_its_block_ends_raises() -> None:
+    fakes = [FakeSidecar("r0"), FakeSidecar("r1")]
+    async with serving(*fakes) as addresses, aio.Fleet(addresses) as fleet:
+        with pytest.raises(errors.FleetFailed, match="2 of 2 replicas were lost") as caught:
+            async with fleet.weight_update("v2"):
+                lose_all(fakes)
+        assert [type(error) for error in caught.value.failures] == [errors.LeaseLost] * 2
+    for fake in fakes:
+        assert [type(r).__name__ for r in fake.requests] == ["PauseSchedulingRequest"]
+
+
+async def test_a_second_address_of_a_replica_is_not_a_lost_replica() -> None:
+    fake = FakeSidecar("r0")
+    async with serving(fake) as [address]:
+        port = address.rpartition(":")[2]
+        async with aio.Fleet([address, f"localhost:{port}"]) as fleet:
+            async with fleet.weight_update(require_all=True) as update:
+                assert update.replicas == ("r0",)
+            update.raise_for_failures()
+    assert len(fake.effects) == 3
+
+
 async def test_replicas_resume_while_another_still_tries_to_say_that_its_weights_are_whole() -> None:
     good, slow = FakeSidecar("good"), FakeSidecar("slow")
     resumed = asyncio.Event()
@@ -274,7 +301,7 @@ async def test_an_update_that_pauses_nobody_raises() -> None:
 
 
 def test_a_lease_out_of_range_is_refused() -> None:
-    with pytest.raises(errors.RequestInvalid, match=r"lease is 0\.5 s; expected 1 s to 600 s"):
+    with pytest.raises(errors.RequestInvalid, match=r"lease_s is 0\.5; expected 1 to 600 seconds"):
         aio.Fleet(["127.0.0.1:1"]).weight_update(lease_s=0.5)
 
 

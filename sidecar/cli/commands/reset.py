@@ -59,15 +59,7 @@ def reset(
     **options: object,
 ) -> None:
     """Forget every cached prefix on the chosen replicas."""
-    if wait_for_idle and mode != "fail":
-        raise click.UsageError(f"--wait-for-idle goes with --mode fail, which it makes succeed; --mode is {mode}")
-    if quarantine and mode != "keep":
-        raise click.UsageError(f"--quarantine goes with --mode keep, whose kept requests it concerns; --mode is {mode}")
-    if purpose == "weight-update" and mode == "keep" and not quarantine:
-        raise click.UsageError(
-            "--for weight-update with --mode keep needs --quarantine: kept requests would fill the cache "
-            "with KV of the old weights"
-        )
+    refuse_contradictions(mode, wait_for_idle=wait_for_idle, quarantine=quarantine, purpose=purpose)
     from sidecar.cli.operating import exit_with, operate
     from sidecar.cli.specs import reset_spec
 
@@ -82,3 +74,18 @@ def reset(
         purpose=purpose,
     )
     exit_with(operate(settings, spec, options))
+
+
+def refuse_contradictions(mode: str, *, wait_for_idle: bool, quarantine: bool, purpose: str | None) -> None:
+    """UsageError for flags that exclude each other: what every sidecar refuses, in the words of the command line and
+    before gRPC is loaded.
+    """
+    if wait_for_idle and mode != "fail":
+        raise click.UsageError(f"--wait-for-idle goes with --mode fail, which it makes succeed; --mode is {mode}")
+    if quarantine and mode != "keep":
+        raise click.UsageError(f"--quarantine goes with --mode keep, whose kept requests it concerns; --mode is {mode}")
+    if purpose == "weight-update" and mode == "keep" and not quarantine:
+        raise click.UsageError(
+            "--for weight-update with --mode keep needs --quarantine: kept requests would fill the cache "
+            "with KV of the old weights"
+        )
