@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from typing import Final
 
 from kvctl.v1 import fleet_pb2, types_pb2
@@ -45,10 +44,10 @@ class Attempt:
         journal: Journal,
         retries: Retries,
         *,
-        give_up: Callable[[], bool] = lambda: False,
+        given_up: asyncio.Event,
     ) -> None:
         """`retries.deadline` is when the target must have its result, on the loop's clock. Nothing is tried again once
-        `give_up` says so.
+        `given_up` is set.
         """
         self._operation_id = operation_id
         self._spec = spec
@@ -57,10 +56,10 @@ class Attempt:
         self._replicas = replicas
         self._journal = journal
         self._retries = retries
-        self._give_up = give_up
+        self._given_up = given_up
         self._calls = 0
         self._request_id = ""
-        self._first_called = self._now()
+        self._began = self._first_called = self._now()
         self._surely_not = True
         span = retries.deadline - self._now()
         self._call_deadline = retries.deadline - min(_RESERVE_MOST_S, span * _RESERVE_SHARE)
@@ -84,18 +83,25 @@ class Attempt:
                 answer = _never_executed(last) if self._surely_not else _forgotten(last)
             last = answer
             advice = self._retries.after(answer.result, self._now(), answer.retry_after_s)
-            if advice.next is not Next.DONE and self._give_up():
+            if advice.next is not Next.DONE and await self._given_up_within(advice.after_s):
                 advice = Advice(Next.DONE, why="not tried again: the operation was cancelled")
             if advice.next is Next.DONE:
                 answer = await self._last_question(answer)
                 return self._complete(answer.result, advice.why)
-            await asyncio.sleep(advice.after_s)
             ask = advice.next is Next.ASK and bool(self._request_id)
             if advice.next is Next.REPEAT and answer.result.code == "FAILED_PRECONDITION" and self._request_id:
                 try:
                     await self._intend(next_request_id(self._request_id))
                 except JournalError as error:
                     return self._complete(answer.result, f"not tried again: the store failed: {error}")
+
+    async def _given_up_within(self, seconds: float) -> bool:
+        """Wait for the next try; whether there will be none."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._given_up.wait()
+        except TimeoutError:
+            return False
 
     async def _intend(self, request_id: str) -> None:
         await self._journal.intent(self._aim.name, request_id, self._wave)
@@ -150,8 +156,20 @@ class Attempt:
         for key, value in self._aim.labels.items():
             final.labels[key] = value
         if why and (self._calls > 1 or not final.message):
-            final.message = f"{final.message} ({why})" if final.message else why
+            tried = f"{self._tried(result)}{why}"
+            final.message = f"{final.message} ({tried})" if final.message else tried
         return final
+
+    def _tried(self, last: fleet_pb2.TargetResult) -> str:
+        """How many tries, and how long all of them took where the last one waited: its text tells only its own time.
+
+        Short tries with `wait` are as many as chance has it, and the texts of many replicas are to be alike.
+        """
+        if self._calls < 2:
+            return ""
+        if last.took.seconds:
+            return f"{self._calls} tries in {self._now() - self._began:.0f} s; "
+        return "" if self._spec.wait else f"{self._calls} tries; "
 
     @staticmethod
     def _now() -> float:

@@ -30,6 +30,10 @@ from sidecar.coordinator.rollout import MAX_CONCURRENCY, Decision, Drop, Ending,
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 _LOOK_TIMEOUT_S: Final = 5.0
+_TELL_HEALTH_EVERY_S: Final = 5.0
+"""What is told of a target's health while a wave waits for it is at most so old."""
+
+_NOT_STARTED: Final = frozenset({fleet_pb2.TARGET_OUTCOME_SKIPPED, fleet_pb2.TARGET_OUTCOME_CANCELLED})
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class Execution:
         journal: Journal | None = None,
         recorded: Mapping[str, Recorded] | None = None,
         on_change: OnChange | None = None,
+        on_health: OnChange | None = None,
         retry_policy: RetryPolicy | None = None,
         spent_s: Mapping[str, float] | None = None,
         most_calls: int = MAX_CONCURRENCY,
@@ -56,6 +61,7 @@ class Execution:
         """`aims` in the order in which to take them. PolicyError when the rollout makes no sense.
 
         `on_change` is told every change of a target, on the loop: a call begun (RUNNING) and the final result.
+        `on_health` is told the row of a target that has ended when the row's `health` has changed.
         `spent_s`: name -> seconds of a target's time limit that went into asking who it is. `most_calls`: under way at
         once, also where the rollout allows more: each needs a connection.
         """
@@ -71,6 +77,9 @@ class Execution:
         self._journal = journal or NoJournal()
         self._recorded = dict(recorded or {})
         self._on_change = on_change or (lambda _: None)
+        self._on_health = on_health or (lambda _: None)
+        self._health_told: dict[str, tuple[bool, float]] = {}
+        """Targets that a wave waits for: whether healthy, and when that was told last."""
         self._retry_policy = retry_policy or RetryPolicy()
         self._budget = RetryBudget.for_targets(len(aims))
         self._spent_s = dict(spent_s or {})
@@ -85,6 +94,8 @@ class Execution:
         self._moved = asyncio.Event()
         self._held = False
         self._cancel_why = ""
+        self._cancelled = asyncio.Event()
+        self._stop_why = ""
         self._rollout: Rollout | None = None
 
     # --- from outside --------------------------------------------------------------------------------------------
@@ -102,6 +113,12 @@ class Execution:
     def cancel(self, why: str = "the operation was cancelled before this target's turn") -> None:
         """Start no further target; those under way finish, and are not tried again."""
         self._cancel_why = why
+        self._cancelled.set()
+        self._apply()
+
+    def stop(self, why: str) -> None:
+        """Start no further target for a reason other than a cancel; those under way finish."""
+        self._stop_why = why
         self._apply()
 
     @property
@@ -156,11 +173,29 @@ class Execution:
                     self.warnings.append(f"{name}: {why}")
                     await self._on_record(self._journal.unhealthy(name, why))
             self._act(decision)
+            self._show_health(rollout)
             if decision.drop:
                 await asyncio.gather(*(self._dropped(drop, decision.wave) for drop in decision.drop))
             if decision.finished and not self._tasks:
                 return
             await self._until_changed(decision.wake_at)
+
+    def _show_health(self, rollout: Rollout) -> None:
+        """Tell what a wave waits for: when it begins, when a target becomes healthy or ill, and now and then."""
+        waits = rollout.waits(_now())
+        for name, wait in waits.items():
+            healthy, told_at = self._health_told.get(name, (not wait.healthy, 0.0))
+            if healthy != wait.healthy or _now() - told_at >= _TELL_HEALTH_EVERY_S:
+                self._health_told[name] = wait.healthy, _now()
+                self._set_health(name, wait.text)
+        for name in self._health_told.keys() - waits.keys():
+            del self._health_told[name]
+            self._set_health(name, rollout.unhealthy.get(name, ""))
+
+    def _set_health(self, name: str, text: str) -> None:
+        row = self.results[name]
+        row.health = text
+        self._notify(row, self._on_health)
 
     def _act(self, decision: Decision) -> None:
         for name in decision.start:
@@ -203,9 +238,9 @@ class Execution:
             self._replicas,
             self._journal,
             retries,
-            give_up=lambda: bool(self._cancel_why),
+            given_up=self._cancelled,
         )
-        self._notify(_row(aim, wave, fleet_pb2.TARGET_OUTCOME_RUNNING))
+        self._notify(_row(aim, wave, fleet_pb2.TARGET_OUTCOME_RUNNING), self._on_change)
         try:
             result = await attempt.run(recorded_request_id)
         except JournalError as error:
@@ -247,12 +282,12 @@ class Execution:
         """Record first, then tell: nobody may have seen a result that a crash forgets."""
         await self._on_record(self._journal.result(result))
         self.results[result.replica] = result
-        self._notify(result)
+        self._notify(result, self._on_change)
 
-    def _notify(self, result: fleet_pb2.TargetResult) -> None:
+    def _notify(self, result: fleet_pb2.TargetResult, listener: OnChange) -> None:
         """Whoever listens cannot keep a target from its result."""
         try:
-            self._on_change(result)
+            listener(result)
         except Exception:  # noqa: BLE001 - logged; the target's result matters more than who hears of it
             _log.exception("operation %s: a listener raised", self.operation_id)
 
@@ -277,19 +312,22 @@ class Execution:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _apply(self) -> None:
-        """Carry hold, release and cancel, which may come before the run begins, over to the rollout."""
+        """Carry hold, release, stop and cancel, which may come before the run begins, over to the rollout."""
         if self._rollout is not None:
             if self._held:
                 self._rollout.hold()
             else:
                 self._rollout.release()
+            if self._stop_why:
+                self._rollout.stop(self._stop_why)
             if self._cancel_why:
                 self._rollout.cancel(self._cancel_why)
         self._changed.set()
 
     def _apart(self) -> set[str]:
         """Targets that have a recorded end and were never started: they count neither way in the rollout."""
-        return {name for name, was in self._recorded.items() if was.result is not None and not was.request_id}
+        ends = ((name, was.result) for name, was in self._recorded.items() if not was.request_id)
+        return {name for name, end in ends if end is not None and end.outcome in _NOT_STARTED}
 
     def _progress(self) -> dict[str, Progress]:
         progress = {}

@@ -29,6 +29,8 @@ WITHDRAW_TIMEOUT_S: Final = 2.0
 LEAST_CALL_S: Final = 0.1
 """With less time left than this a target that did not say its name is not called: its answer would come too late."""
 
+_NAMES_SHOWN: Final = 3
+
 OnChange = Callable[[fleet_pb2.TargetResult], None]
 """Told a row whenever one changes."""
 
@@ -57,6 +59,8 @@ class GrpcReplicas:
         self._owners: dict[str, Aim] = {}
         self._under_way: dict[str, tuple[Aim, str]] = {}
         self._called: dict[str, str] = {}
+        self._own_names: dict[str, str] = {}
+        """Name that discovery gives -> what the replica there calls itself, where the two differ."""
 
     def claim(self, aim: Aim) -> None:
         """Say that this target was called before: its replica is not called under another name."""
@@ -83,6 +87,7 @@ class GrpcReplicas:
         owner = self._owner(aim, info)
         if owner.name != aim.name:
             return Answer(resolution.duplicate(aim.name, aim.address, owner.name, owner.address))
+        self._compare_names(aim, info)
         return _identity(aim, info)
 
     async def call(self, aim: Aim, spec: fleet_pb2.OperationSpec, request_id: str, timeout_s: float) -> Answer:
@@ -113,7 +118,7 @@ class GrpcReplicas:
             return Health(False, outcomes.unreachable(found, aim.address, timeout_s).message)
         wanted = types_pb2.VERDICT_PAUSED if spec.WhichOneof("operation") == "pause" else None
         stalled = [engine for engine in found.engines if engine.stalled and engine.verdict != wanted]
-        return Health(not stalled, "; ".join(engine.explanation or "admissions stall" for engine in stalled))
+        return Health(not stalled, "; ".join(_stall(engine, alone=len(found.engines) == 1) for engine in stalled))
 
     async def withdraw(self) -> int:
         """Take back every operation that is under way and has had no effect yet; how many were."""
@@ -128,8 +133,31 @@ class GrpcReplicas:
         """Request id of the last call to a target; empty when it was not called."""
         return self._called.get(name, "")
 
+    def other_names(self) -> tuple[str, ...]:
+        """A warning when replicas call themselves otherwise than discovery does; nothing when none does."""
+        found = [f"{name} calls itself {own}" for name, own in sorted(self._own_names.items())]
+        if not found:
+            return ()
+        more = f" and {len(found) - _NAMES_SHOWN} more do so" if len(found) > _NAMES_SHOWN else ""
+        what_to_do = "see that each address is the replica that is meant, or start its sidecar with that --name"
+        return (f"{', '.join(found[:_NAMES_SHOWN])}{more}: {what_to_do}",)
+
+    def _compare_names(self, aim: Aim, info: types_pb2.ReplicaInfo) -> None:
+        """Names that several replicas share, and those of pods, are not the list of replicas that a person wrote."""
+        shown = (info.name, f"{info.name}@{aim.address}", aim.address)
+        if info.name and not aim.identity and aim.name not in shown:
+            self._own_names[aim.name] = info.name
+
     def _owner(self, aim: Aim, info: types_pb2.ReplicaInfo) -> Aim:
         return self._owners.setdefault(info.instance_id, aim) if info.instance_id else aim
+
+
+def _stall(engine: types_pb2.EngineAdmission, *, alone: bool) -> str:
+    """HELD_BLOCKS_DEADLOCK for 12 s: what the replica says of it."""
+    word = outcomes.enum_word(types_pb2.Verdict.DESCRIPTOR, engine.verdict, "VERDICT_").upper()
+    where = "" if alone else f"engine {engine.engine.data_parallel_rank} "
+    told = f"{where}{word} for {calls.seconds(engine.verdict_for):.0f} s"
+    return f"{told}: {engine.explanation}" if engine.explanation else told
 
 
 def _not_called(failure: Failure, took_s: float) -> Answer:
@@ -215,6 +243,7 @@ class Run:
             resolved.aims,
             self._replicas,
             on_change=self._row_changed,
+            on_health=self._row_changed,
             spent_s={aim.name: named_in_s for aim in resolved.aims if aim.address in resolved.failures},
             most_calls=self._channels.limit,
         )
@@ -229,7 +258,7 @@ class Run:
         try:
             await self._execution.run()
         finally:
-            operation.warnings.extend(self._execution.warnings)
+            operation.warnings.extend([*self._execution.warnings, *self._replicas.other_names()])
             operation.took.FromTimedelta(timedelta(seconds=time.monotonic() - began))
         self.snapshot()
         operation.state = outcomes.final_state(operation)

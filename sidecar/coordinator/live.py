@@ -8,16 +8,17 @@ far ahead: nobody's "after version" lies in its future.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Final
 
 from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator import outcomes
 from sidecar.coordinator.execution import Execution
+from sidecar.coordinator.journal import StoreJournal
 from sidecar.coordinator.schema import StoredOperation
-from sidecar.coordinator.store import StoreJournal
 
 RESUME_GAP: Final = 1_000_000
 ROWS_IN_A_MESSAGE: Final = 200
@@ -53,11 +54,17 @@ class LiveOperation:
         self._base = self.operation.version
         """Version of the rows that have not changed since this process has the operation."""
         self._changed = asyncio.Event()
+        self._began = time.monotonic() - wall_age_s(self.operation)
 
     @property
     def ended(self) -> bool:
         """Whether it has its final state."""
         return self.operation.state in ENDED
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was put on record, whatever the wall clock did while this process has it."""
+        return time.monotonic() - self._began
 
     # --- changes -------------------------------------------------------------------------------------------------
 
@@ -92,8 +99,7 @@ class LiveOperation:
         final = fleet_pb2.FleetOperation()
         final.CopyFrom(self.operation)
         final.state = outcomes.final_state(final)
-        took = datetime.now(UTC) - final.started_at.ToDatetime(UTC)
-        final.took.FromTimedelta(max(took, timedelta()))
+        final.took.FromTimedelta(timedelta(seconds=self.age_s))
         final.version += 1
         return final
 
@@ -153,6 +159,11 @@ def in_messages(
             part.version = 0
             part.state = fleet_pb2.OPERATION_STATE_RUNNING
         yield part
+
+
+def wall_age_s(operation: fleet_pb2.FleetOperation) -> float:
+    """Seconds since it was put on record, by the wall clock; 0 when that was set back meanwhile."""
+    return max(0.0, time.time() - operation.started_at.ToNanoseconds() / 1e9)
 
 
 def without_rows(operation: fleet_pb2.FleetOperation) -> fleet_pb2.FleetOperation:

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import Final
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Final, TypeVar
 
 import grpc
 from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator import calls, resolution
-from sidecar.coordinator.audit import Asker, FleetAudit, asked_for
+from sidecar.coordinator.audit import Asker, FleetAudit, asked_for, kind_of
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.discovery import Discovery
 from sidecar.coordinator.execution import Execution
 from sidecar.coordinator.fanout import GrpcReplicas
-from sidecar.coordinator.live import LiveOperation, in_messages
+from sidecar.coordinator.live import ENDED, LiveOperation, in_messages
 from sidecar.coordinator.refusals import as_failure, check_spec, invalid
 from sidecar.coordinator.running import Running
 from sidecar.coordinator.schema import StoredOperation, StoreError
 from sidecar.coordinator.selectors import read_targets
 from sidecar.coordinator.store import Store
 from sidecar.rpc.errors import Failure, failure
+
+_T = TypeVar("_T")
 
 MAX_ACTIVE: Final = 32
 """Operations under way at once; each may have 1,024 calls in flight."""
@@ -93,11 +95,20 @@ class Operations:
         kind = str(spec.WhichOneof("operation"))
         about = {**asked_for(spec), "targets": len(resolved.aims)}
         self._audit.begin(asker, kind, operation_id, about)
+        return await _to_its_end(self._begin(_new(operation_id, spec, resolved), resolved, replicas, asker))
+
+    async def _begin(
+        self,
+        operation: fleet_pb2.FleetOperation,
+        resolved: resolution.Resolved,
+        replicas: GrpcReplicas,
+        asker: Asker,
+    ) -> fleet_pb2.FleetOperation:
         try:
-            stored = await self._put_on_record(_new(operation_id, spec, resolved), resolved, asker)
+            stored = await self._put_on_record(operation, resolved, asker)
         except StoreError as error:
             refusal = {"state": "refused", "code": "INTERNAL", "reason": "STORE_FAILED", "message": str(error)}
-            self._audit.end(asker.caller.name, kind, operation_id, refusal)
+            self._audit.end(asker.caller.name, kind_of(operation), operation.operation_id, refusal)
             raise as_failure(error) from error
         return self._running.begin(stored, replicas).snapshot()
 
@@ -123,7 +134,7 @@ class Operations:
         live = await self._under_way(operation_id)
         self._audit.begin(asker, "hold", live.operation.operation_id)
         live.held = True
-        return await self._steered(live, "hold", asker)
+        return await _to_its_end(self._steered(live, "hold", asker))
 
     async def release(self, operation_id: str, asker: Asker) -> fleet_pb2.FleetOperation:
         """Go on."""
@@ -131,7 +142,7 @@ class Operations:
         live = await self._under_way(operation_id)
         self._audit.begin(asker, "release", live.operation.operation_id)
         live.held = False
-        return await self._steered(live, "release", asker)
+        return await _to_its_end(self._steered(live, "release", asker))
 
     async def cancel(self, operation_id: str, asker: Asker) -> fleet_pb2.FleetOperation:
         """Start no further target, for good. An operation that has ended is given back as it is."""
@@ -140,7 +151,7 @@ class Operations:
             return await self.get(operation_id)
         self._audit.begin(asker, "cancel", live.operation.operation_id)
         live.cancelled = live.cancelled or _CANCELLED
-        return await self._steered(live, "cancel", asker)
+        return await _to_its_end(self._steered(live, "cancel", asker))
 
     async def _steered(self, live: LiveOperation, what: str, asker: Asker) -> fleet_pb2.FleetOperation:
         operation_id = live.operation.operation_id
@@ -236,6 +247,16 @@ class Operations:
             raise _stopping("try again at the coordinator that follows")
 
 
+async def _to_its_end(work: Coroutine[None, None, _T]) -> _T:
+    """What it gives. A caller that goes away meanwhile does not stop it half way: what is on record is in force."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 def _new(operation_id: str, spec: fleet_pb2.OperationSpec, resolved: resolution.Resolved) -> fleet_pb2.FleetOperation:
     operation = fleet_pb2.FleetOperation(
         operation_id=operation_id,
@@ -259,12 +280,18 @@ def _checked_id(operation_id: str) -> str:
 
 
 def _same(known: fleet_pb2.FleetOperation, spec: fleet_pb2.OperationSpec) -> fleet_pb2.FleetOperation:
+    """What a start gives under an id that is on record: the operation on record, also when replicas refused it."""
+    begun = known.started_at.ToDatetime().strftime("%Y-%m-%d %H:%M:%S UTC")
     if known.spec == spec:
+        if known.state in ENDED:
+            text = f"this is the operation on record since {begun}, nothing was run now: a new one needs a new id"
+            known.warnings.append(text)
         return known
     raise failure(
         grpc.StatusCode.ABORTED,
         "REQUEST_ID_REUSED",
-        f"operation {known.operation_id} is on record with another request; use a new id for a new operation",
+        f"id {known.operation_id} is on record since {begun} for another request (`kvctl ops get` with it tells); "
+        "give a new id, or none",
         metadata={"operation_id": known.operation_id},
     )
 

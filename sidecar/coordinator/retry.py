@@ -136,7 +136,7 @@ class Retries:
         if limited and not self.wait:
             self._unavailable += 1
             if self._unavailable >= self.policy.unavailable_attempts:
-                return Advice(Next.DONE, why=f"gave up after {self._unavailable} tries")
+                return Advice(Next.DONE, why="gave up")
         after_s = self._backoff(retry_after_s)
         impatient = limited and not self.wait and what is Next.REPEAT
         if impatient and self._waited_s + after_s > self.policy.patience_s:

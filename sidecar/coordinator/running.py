@@ -19,11 +19,12 @@ from sidecar.coordinator.audit import FleetAudit, kind_of
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.execution import Execution
 from sidecar.coordinator.fanout import GrpcReplicas
+from sidecar.coordinator.journal import StoreJournal
 from sidecar.coordinator.live import RESUME_GAP, LiveOperation
 from sidecar.coordinator.metrics import CoordinatorMetrics
 from sidecar.coordinator.port import Aim
 from sidecar.coordinator.schema import StoredOperation, StoreError
-from sidecar.coordinator.store import Store, StoreJournal
+from sidecar.coordinator.store import Store
 from sidecar.coordinator.targets import Target
 from sidecar.coordinator.unknowns import Unknowns
 
@@ -31,6 +32,7 @@ _RECENT: Final = 8
 """Ended operations kept whole: each takes some 5 KB a target."""
 _IDENTIFY_S: Final = 2.0
 _FLUSH_EVERY_S: Final = 5.0
+_STOPPED: Final = "not called: the operation was stopped when the store could not be written, before a restart"
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +43,13 @@ class Retention:
 
     operations: int = 1000
     age_s: float = 30 * 86400.0
+
+    @property
+    def most_by_age(self) -> int:
+        """Operations that one hour may forget for their age: a wall clock that jumps by a year takes a day to empty the
+        store, in which it can be set right.
+        """
+        return max(10, -(-self.operations // 24))
 
 
 class Running:
@@ -86,17 +95,22 @@ class Running:
 
     # --- beginning -----------------------------------------------------------------------------------------------
 
-    def begin(self, stored: StoredOperation, replicas: GrpcReplicas | None) -> LiveOperation:
-        """Run what is on record. Without `replicas` it was begun by a coordinator that is gone."""
+    def begin(self, stored: StoredOperation, replicas: GrpcReplicas | None, *, stopped: str = "") -> LiveOperation:
+        """Run what is on record. Without `replicas` it was begun by a coordinator that is gone. `stopped`: why no
+        target may be called that was not called by then.
+        """
         operation_id = stored.operation.operation_id
         live = LiveOperation(stored, StoreJournal(self._store, operation_id))
         self._live[operation_id] = live
-        live.task = asyncio.create_task(self._run(live, replicas), name=f"operation-{operation_id}")
+        live.task = asyncio.create_task(self._run(live, replicas, stopped), name=f"operation-{operation_id}")
         return live
 
     async def resume_all(self) -> int:
         """Take up every operation on record that has not ended; how many."""
         unfinished = await self._store.unfinished()
+        stopped = set(self._store.stopped.ids())
+        for operation_id in stopped - {stored.operation.operation_id for stored in unfinished}:
+            self._store.stopped.remove(operation_id)
         for stored in unfinished:
             stored.operation.version += RESUME_GAP
             asked = [was.request_id for was in stored.recorded.values() if was.result is None]
@@ -108,7 +122,7 @@ class Running:
                 len(asked),
             )
             self._audit.resumed(stored.operation, stored.caller)
-            self.begin(stored, None)
+            self.begin(stored, None, stopped=_STOPPED if stored.operation.operation_id in stopped else "")
         return len(unfinished)
 
     async def _called_before(self, stored: StoredOperation) -> GrpcReplicas:
@@ -133,24 +147,28 @@ class Running:
 
     # --- running -------------------------------------------------------------------------------------------------
 
-    async def _run(self, live: LiveOperation, replicas: GrpcReplicas | None) -> None:
+    async def _run(self, live: LiveOperation, replicas: GrpcReplicas | None, stopped: str) -> None:
         stored, operation = live.stored, live.operation
         try:
+            replicas = replicas or await self._called_before(stored)
             live.execution = execution = Execution(
                 operation.operation_id,
                 operation.spec,
                 stored.aims,
-                replicas or await self._called_before(stored),
+                replicas,
                 journal=self._audit.journal(live.journal, operation, stored.aims, stored.caller),
                 recorded=stored.recorded,
                 on_change=lambda row: self._row_changed(live, row),
+                on_health=live.row_changed,
                 most_calls=self._channels.limit,
             )
+            if stopped:
+                execution.stop(stopped)
             self.steer(live)
             live.show_under_way()
             await execution.run()
             self._metrics.retries.inc(execution.retries)
-            for text in execution.warnings:
+            for text in (*execution.warnings, *replicas.other_names()):
                 live.warn(text)
         except Exception:  # noqa: BLE001 - logged and told; the coordinator goes on with the others
             # Not recorded as ended: whoever starts next takes it up again from what is on record.
@@ -179,6 +197,7 @@ class Running:
             try:
                 await live.journal.flush()
                 await self._store.update(final, ended=True)
+                await asyncio.to_thread(self._store.stopped.remove, operation_id)
                 break
             except StoreError as error:
                 if not live.ended:
@@ -193,12 +212,12 @@ class Running:
         self._recent[operation_id] = live
         while len(self._recent) > _RECENT:
             self._recent.popitem(last=False)
-        await self.prune()
+        await self._prune(0)
 
     def _ended(self, live: LiveOperation) -> None:
         operation = live.operation
         self._metrics.operation_ended(operation)
-        self.unknowns.watch(operation)
+        self.unknowns.watch(operation, live.age_s)
         state = fleet_pb2.OperationState.Name(operation.state).removeprefix("OPERATION_STATE_").lower()
         counts = {"succeeded": operation.counts.succeeded, "total": operation.counts.total}
         self._audit.end(live.stored.caller, kind_of(operation), operation.operation_id, {"state": state, **counts})
@@ -215,9 +234,12 @@ class Running:
     # --- the end -------------------------------------------------------------------------------------------------
 
     async def prune(self) -> None:
-        """Forget what retention no longer keeps."""
+        """Forget what retention no longer keeps; to be called once an hour."""
+        await self._prune(self._retention.most_by_age)
+
+    async def _prune(self, most_by_age: int) -> None:
         try:
-            forgotten = await self._store.prune(self._retention.operations, self._retention.age_s)
+            forgotten = await self._store.prune(self._retention.operations, self._retention.age_s, most_by_age)
         except StoreError as error:
             _log.warning("old operations not removed: %s", error)
             return

@@ -145,6 +145,8 @@ def read(connection: sqlite3.Connection, operation_id: str) -> StoredOperation |
         (operation_id,),
     ):
         row = fleet_pb2.TargetResult.FromString(result) if result is not None else None
+        if row is not None and unhealthy:
+            row.health = unhealthy
         if apart and row is not None:
             stored.operation.results.append(row)
             continue

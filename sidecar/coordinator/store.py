@@ -28,8 +28,9 @@ from typing import Any, Final, TypeVar
 from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator import schema
-from sidecar.coordinator.port import Aim, JournalError
+from sidecar.coordinator.port import Aim
 from sidecar.coordinator.schema import StoredOperation, StoreError
+from sidecar.coordinator.stopped import StoppedNotes
 
 T = TypeVar("T")
 
@@ -96,6 +97,8 @@ class Store:
             self._lock.release()
             raise
         self._file = self._identity()
+        self.stopped = StoppedNotes(path)
+        """Operations that have ended although this store could not take their end."""
         self._reader = self._open_reader()
         self._read_lock = threading.Lock()
         self._thread = threading.Thread(target=self._write_loop, name="store", daemon=True)
@@ -108,6 +111,7 @@ class Store:
         for connection in (self._writer, self._reader):
             if connection is not None:
                 connection.close()
+        self.stopped.close()
         self._lock.release()
 
     # --- writing -------------------------------------------------------------------------------------------------
@@ -166,15 +170,18 @@ class Store:
         recorded.CopyFrom(operation)
         await self._write(lambda db: schema.update(db, recorded, ended=ended))
 
-    async def prune(self, keep: int, max_age_s: float) -> int:
-        """Forget ended operations beyond the newest `keep` and older than `max_age_s`; returns how many."""
+    async def prune(self, keep: int, max_age_s: float, most_by_age: int) -> int:
+        """Forget ended operations beyond the newest `keep`, and the oldest `most_by_age` of those that are older than
+        `max_age_s` by the wall clock; returns how many.
+        """
         oldest = time.time() - max_age_s
 
         def work(db: sqlite3.Connection) -> int:
             return db.execute(
-                "DELETE FROM operations WHERE ended = 1 AND (created_at < ? OR sequence NOT IN "
-                "(SELECT sequence FROM operations ORDER BY sequence DESC LIMIT ?))",
-                (oldest, keep),
+                "DELETE FROM operations WHERE ended = 1 AND (sequence NOT IN "
+                "(SELECT sequence FROM operations ORDER BY sequence DESC LIMIT ?) OR sequence IN "
+                "(SELECT sequence FROM operations WHERE ended = 1 AND created_at < ? ORDER BY sequence LIMIT ?))",
+                (keep, oldest, most_by_age),
             ).rowcount
 
         return await self._write(work)
@@ -376,41 +383,3 @@ class Store:
             f"{_CORRUPT}: {self.path}: {found}; stop the coordinator, move the file away (or restore a "
             "backup) and start it again"
         )
-
-
-class StoreJournal:
-    """The `port.Journal` of one operation in a store."""
-
-    def __init__(self, store: Store, operation_id: str) -> None:
-        self._store = store
-        self._operation_id = operation_id
-        self.unrecorded: dict[str, fleet_pb2.TargetResult] = {}
-        """Results that the store refused; `flush` tries them again."""
-
-    async def intent(self, target: str, request_id: str, wave: int) -> None:
-        """Put on record that this target is about to be called."""
-        try:
-            await self._store.intent(self._operation_id, target, request_id, wave)
-        except StoreError as error:
-            raise JournalError(str(error)) from error
-
-    async def result(self, result: fleet_pb2.TargetResult) -> None:
-        """Put on record how this target has ended."""
-        try:
-            await self._store.result(self._operation_id, result)
-        except StoreError as error:
-            self.unrecorded[result.replica] = result
-            raise JournalError(str(error)) from error
-
-    async def unhealthy(self, target: str, why: str) -> None:
-        """Put on record that this target did not become healthy."""
-        try:
-            await self._store.unhealthy(self._operation_id, target, why)
-        except StoreError as error:
-            raise JournalError(str(error)) from error
-
-    async def flush(self) -> None:
-        """Record what could not be recorded before. StoreError when it still cannot."""
-        for target, result in list(self.unrecorded.items()):
-            await self._store.result(self._operation_id, result)
-            del self.unrecorded[target]

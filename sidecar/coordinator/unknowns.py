@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -17,6 +16,7 @@ from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator import outcomes
 from sidecar.coordinator.attempt import settled
+from sidecar.coordinator.live import wall_age_s
 from sidecar.coordinator.metrics import CoordinatorMetrics
 from sidecar.coordinator.port import Aim, Answer, Replicas
 from sidecar.coordinator.retry import outcome_unknown
@@ -46,19 +46,19 @@ class Unknowns:
         self._metrics = metrics
         self._on_learned = on_learned
         self._open: dict[str, float] = {}
+        """Id -> when it was put on record, on the loop's clock: the wall clock may be stepped meanwhile."""
 
-    def watch(self, operation: fleet_pb2.FleetOperation) -> None:
-        """An operation has ended; ask for what is unknown about it."""
-        age_s = _age_s(operation)
+    def watch(self, operation: fleet_pb2.FleetOperation, age_s: float) -> None:
+        """An operation has ended that was put on record `age_s` ago; ask for what is unknown about it."""
         if operation.counts.unknown and age_s < ASK_FOR_S:
-            self._open[operation.operation_id] = asyncio.get_running_loop().time() + ASK_FOR_S - max(0.0, age_s)
+            self._open[operation.operation_id] = asyncio.get_running_loop().time() - age_s
         self._metrics.unknown.set(len(self._open))
 
     async def run(self) -> None:
         """Ask for ever; begins with what the last coordinator left."""
         try:
             for _, operation in await self._store.page(_LOOK_BACK, 0):
-                self.watch(operation)
+                self.watch(operation, wall_age_s(operation))
         except StoreError as error:
             _log.warning("operations with unknown outcomes cannot be looked up: %s", error)
         while True:
@@ -68,17 +68,17 @@ class Unknowns:
     async def ask_all(self) -> None:
         """One round."""
         now = asyncio.get_running_loop().time()
-        for operation_id, until in list(self._open.items()):
+        for operation_id, began in list(self._open.items()):
             try:
-                left = await self._ask_for(operation_id)
+                left = await self._ask_for(operation_id, now - began)
             except StoreError as error:
                 _log.warning("operation %s: what was learned is not on record: %s", operation_id, error)
                 continue
-            if not left or now >= until:
+            if not left or now - began >= ASK_FOR_S:
                 self._open.pop(operation_id, None)
         self._metrics.unknown.set(len(self._open))
 
-    async def _ask_for(self, operation_id: str) -> int:
+    async def _ask_for(self, operation_id: str, since_s: float) -> int:
         """How many targets are still unknown."""
         stored = await self._store.read(operation_id)
         if stored is None:
@@ -89,7 +89,6 @@ class Unknowns:
             for row in stored.operation.results
             if row.outcome == fleet_pb2.TARGET_OUTCOME_UNKNOWN and row.request_id and row.replica in aims
         ]
-        since_s = _age_s(stored.operation)
         learned = await asyncio.gather(*(self._ask(aims[row.replica], row, since_s) for row in unknown))
         for row, answer in zip(unknown, learned, strict=True):
             if answer is not None:
@@ -119,8 +118,3 @@ class Unknowns:
         await self._store.update(operation, ended=True)
         _log.info("outcome learned id=%s replica=%s code=%s", operation.operation_id, known.replica, known.code)
         self._on_learned(operation, known)
-
-
-def _age_s(operation: fleet_pb2.FleetOperation) -> float:
-    """Seconds since it was put on record."""
-    return time.time() - operation.started_at.ToNanoseconds() / 1e9

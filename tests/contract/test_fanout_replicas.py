@@ -183,6 +183,47 @@ async def test_an_operation_repeated_under_another_name_of_the_replica_has_no_se
     assert len(fake.effects) == 1
 
 
+async def test_a_replica_that_calls_itself_otherwise_is_told_with_both_names() -> None:
+    fakes = [FakeSidecar(f"own-{number}") for number in range(5)]
+    async with serving(*fakes) as addresses:
+        listed = [Target(address, name=f"r{number}") for number, address in enumerate(addresses)]
+        (warning,) = (await run(listed)).warnings
+        alike = [Target(addresses[0], name="own-0"), Target(addresses[1]), Target(addresses[2], "pod", identity="uid")]
+        assert (await run(alike)).warnings == []
+    told = "r0 calls itself own-0, r1 calls itself own-1, r2 calls itself own-2 and 2 more do so: "
+    assert warning.startswith(told)
+    assert "--name" in warning
+
+
+async def test_replicas_that_share_a_name_are_not_told_to_have_another() -> None:
+    fakes = [FakeSidecar("host"), FakeSidecar("host")]
+    async with serving(*fakes) as addresses:
+        (warning,) = (await run([Target(address) for address in addresses])).warnings
+    assert "several replicas call themselves host" in warning
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+async def test_targets_given_up_after_too_many_failures_have_their_one_result(rolling: bool) -> None:
+    fakes = [FakeSidecar(f"r{number}") for number in range(5)]
+    for bad in fakes[1:3]:
+        bad.fail_with = [refused()]
+    spec = reset_spec()
+    spec.rollout.max_failures, spec.rollout.concurrency = 2, 1
+    if rolling:
+        spec.rollout.strategy = fleet_pb2.ROLLOUT_STRATEGY_ROLLING
+    async with serving(*fakes) as addresses:
+        operation = await run([Target(address) for address in addresses], spec)
+    outcomes = [fleet_pb2.TargetOutcome.Name(row.outcome).removeprefix("TARGET_OUTCOME_") for row in operation.results]
+    assert [row.replica for row in operation.results] == ["r0", "r1", "r2", "r3", "r4"]
+    assert outcomes == ["SUCCEEDED", "FAILED", "FAILED", "SKIPPED", "SKIPPED"]
+    assert {row.reason for row in operation.results[3:]} == {"ROLLOUT_STOPPED"}
+    assert all("after 2 failed target(s), the last one r2" in row.message for row in operation.results[3:])
+    counts = operation.counts
+    assert (counts.total, counts.succeeded, counts.failed, counts.skipped) == (5, 1, 2, 2)
+    assert operation.state == fleet_pb2.OPERATION_STATE_PARTIAL
+    assert [len(fake.effects) for fake in fakes] == [1, 0, 0, 0, 0]
+
+
 async def test_a_web_server_is_told_apart_from_a_sidecar() -> None:
     with web_server() as address:
         operation = await run([Target(address, name="vllm")])

@@ -19,7 +19,7 @@ from typing import Any
 
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # nothing of gRPC has started when it forks
 
-from sidecar.coordinator import app, config, fanout, store
+from sidecar.coordinator import app, config, fanout, journal
 
 POINTS = ("before_intent", "after_intent", "before_call", "after_call", "before_result", "after_result")
 
@@ -54,7 +54,7 @@ def _live(arguments: list[str], die_at: str, nth: int, log: str) -> None:
 
 def _arm(die_at: str, nth: int) -> None:
     when, what = die_at.split("_")
-    owner: Any = fanout.GrpcReplicas if what == "call" else store.StoreJournal
+    owner: Any = fanout.GrpcReplicas if what == "call" else journal.StoreJournal
     real: Callable[..., Awaitable[Any]] = getattr(owner, what)
     seen = 0
 

@@ -4,160 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvctl.v1 import fleet_pb2, types_pb2
 
 from sidecar.coordinator.execution import Execution
-from sidecar.coordinator.port import Aim, Answer, Asked, Health, JournalError, Recorded
+from sidecar.coordinator.port import Aim, Answer, Health
 from sidecar.coordinator.targets import derive_request_id, next_request_id
 from tests import fake_time
-
-SUCCEEDED = fleet_pb2.TARGET_OUTCOME_SUCCEEDED
-FAILED = fleet_pb2.TARGET_OUTCOME_FAILED
-UNREACHABLE = fleet_pb2.TARGET_OUTCOME_UNREACHABLE
-UNKNOWN = fleet_pb2.TARGET_OUTCOME_UNKNOWN
-SKIPPED = fleet_pb2.TARGET_OUTCOME_SKIPPED
-CANCELLED = fleet_pb2.TARGET_OUTCOME_CANCELLED
-OPERATION = "7f3f3cf6-5a0c-4f9e-9a39-3a8a36b1c001"
-
-
-def answer(
-    outcome: int = SUCCEEDED, code: str = "OK", reason: str = "", execution: int = 0, retry: float = 0
-) -> Answer:
-    row = fleet_pb2.TargetResult(outcome=outcome, code=code, reason=reason, execution=execution)  # type: ignore[arg-type]
-    return Answer(row, retry)
-
-
-class FakeFleet:
-    """Replicas that keep the contract: one effect a request id, the recorded result for a repeat."""
-
-    def __init__(self) -> None:
-        self.effects: Counter[str] = Counter()
-        """By replica."""
-        self.by_id: dict[str, Answer] = {}
-        self.calls: list[tuple[float, str, str]] = []
-        self.asked: list[str] = []
-        self.script: dict[str, list[Answer | str]] = {}
-        """What a replica does at its next calls: an answer, "lost" (effect, no answer), "hole" (nothing)."""
-        self.took = 0.1
-        self.under_way: set[str] = set()
-        self.most_under_way = 0
-        self.ill: dict[str, str] = {}
-        self.cannot_ask: set[str] = set()
-
-    async def identify(self, aim: Aim, timeout_s: float) -> str | Answer:
-        return aim.identity or aim.name
-
-    async def call(self, aim: Aim, spec: fleet_pb2.OperationSpec, request_id: str, timeout_s: float) -> Answer:
-        self.calls.append((now(), aim.name, request_id))
-        self.under_way.add(aim.name)
-        self.most_under_way = max(self.most_under_way, len(self.under_way))
-        try:
-            return await self._call(aim, request_id, timeout_s)
-        finally:
-            self.under_way.discard(aim.name)
-
-    async def _call(self, aim: Aim, request_id: str, timeout_s: float) -> Answer:
-        steps = self.script.get(aim.name, [])
-        step = steps.pop(0) if steps else answer()
-        if step == "hole":
-            await asyncio.sleep(timeout_s)
-            return answer(UNREACHABLE, "UNAVAILABLE", "REPLICA_UNREACHABLE", types_pb2.EXECUTION_NOT_EXECUTED)
-        await asyncio.sleep(self.took)
-        if request_id in self.by_id:
-            return self.by_id[request_id]
-        if step == "lost":
-            self.effects[aim.name] += 1
-            self.by_id[request_id] = answer()
-            await asyncio.sleep(max(0.0, timeout_s - self.took))
-            return answer(UNKNOWN, "DEADLINE_EXCEEDED", "OUTCOME_UNKNOWN", types_pb2.EXECUTION_UNKNOWN)
-        assert isinstance(step, Answer)
-        if step.result.code == "OK":
-            self.effects[aim.name] += 1
-        if step.result.code in ("OK", "FAILED_PRECONDITION"):
-            self.by_id[request_id] = step
-        return step
-
-    async def ask(self, aim: Aim, request_id: str, timeout_s: float) -> Asked:
-        self.asked.append(aim.name)
-        await asyncio.sleep(0.01)
-        if aim.name in self.cannot_ask:
-            return Asked(None, answer(UNREACHABLE, "UNAVAILABLE"))
-        known = self.by_id.get(request_id)
-        return Asked(True, known) if known else Asked(False)
-
-    async def health(self, aim: Aim, spec: fleet_pb2.OperationSpec, timeout_s: float) -> Health:
-        await asyncio.sleep(0.01)
-        why = self.ill.get(aim.name, "")
-        return Health(not why, why)
-
-
-class FakeDisk:
-    """A journal that survives the run that wrote it."""
-
-    def __init__(self) -> None:
-        self.intents: dict[str, tuple[str, int]] = {}
-        self.results: dict[str, fleet_pb2.TargetResult] = {}
-        self.unhealthy_: dict[str, str] = {}
-        self.full_after: int | None = None
-        self.writes = 0
-
-    async def _write(self) -> None:
-        self.writes += 1
-        await asyncio.sleep(0.005)
-        if self.full_after is not None and self.writes > self.full_after:
-            raise JournalError("the disk is full")
-
-    async def intent(self, target: str, request_id: str, wave: int) -> None:
-        await self._write()
-        self.intents[target] = (request_id, wave)
-
-    async def result(self, result: fleet_pb2.TargetResult) -> None:
-        await self._write()
-        self.results[result.replica] = fleet_pb2.TargetResult.FromString(result.SerializeToString())
-
-    async def unhealthy(self, target: str, why: str) -> None:
-        await self._write()
-        self.unhealthy_[target] = why
-
-    def recorded(self) -> dict[str, Recorded]:
-        names = self.intents.keys() | self.results.keys()
-        return {
-            name: Recorded(*self.intents.get(name, ("", 0)), self.results.get(name), self.unhealthy_.get(name, ""))
-            for name in names
-        }
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def aims(count: int) -> list[Aim]:
-    return [Aim(f"r{index}", f"10.0.0.{index}:7700") for index in range(count)]
-
-
-def reset(**rollout: object) -> fleet_pb2.OperationSpec:
-    spec = fleet_pb2.OperationSpec()
-    spec.reset.running_requests = types_pb2.RUNNING_REQUESTS_KEEP
-    spec.timeout.seconds = 30
-    spec.rollout.CopyFrom(fleet_pb2.Rollout(**rollout))  # type: ignore[arg-type]
-    return spec
-
-
-ROLLING = fleet_pb2.ROLLOUT_STRATEGY_ROLLING
-
-
-def run(fleet: FakeFleet, count: int = 3, spec: fleet_pb2.OperationSpec | None = None, **more: object):
-    async def work():
-        execution = Execution(OPERATION, spec or reset(), aims(count), fleet, **more)  # type: ignore[arg-type]
-        began = now()
-        results = await execution.run()
-        return results, now() - began, execution
-
-    return fake_time.run(work())
+from tests.fake_fleet import (
+    CANCELLED,
+    FAILED,
+    OPERATION,
+    ROLLING,
+    SKIPPED,
+    SUCCEEDED,
+    UNKNOWN,
+    UNREACHABLE,
+    FakeDisk,
+    FakeFleet,
+    aims,
+    answer,
+    now,
+    reset,
+    run,
+)
 
 
 def test_no_more_calls_are_under_way_than_there_are_connections_for() -> None:
@@ -251,6 +126,21 @@ def test_a_refusal_that_never_ends_gives_the_last_reason_and_why_it_was_not_trie
     assert took <= 30.5
 
 
+@pytest.mark.parametrize(
+    ("a_try_takes_s", "told"), [(5.0, r"\(4 tries in 2[0-2] s; gave up\)"), (0.1, r"\(4 tries; gave up\)")]
+)
+def test_tries_are_told_and_with_long_ones_how_long_all_of_them_took(a_try_takes_s: float, told: str) -> None:
+    fleet = FakeFleet()
+    fleet.took = a_try_takes_s
+    silent = answer(UNREACHABLE, "UNAVAILABLE", "REPLICA_UNREACHABLE", types_pb2.EXECUTION_NOT_EXECUTED)
+    silent.result.message = "no answer"
+    silent.result.took.FromMilliseconds(int(a_try_takes_s * 1000))
+    fleet.script["r0"] = [silent] * 9
+    results, _, _ = run(fleet, 1)
+    assert results["r0"].attempts == 4
+    assert re.fullmatch(f"no answer {told}", results["r0"].message)
+
+
 def test_cancelling_stops_further_tries_of_what_is_under_way() -> None:
     fleet = FakeFleet()
     fleet.script["r0"] = [answer(FAILED, "FAILED_PRECONDITION", "CONNECTOR_BUSY")] * 100
@@ -266,6 +156,25 @@ def test_cancelling_stops_further_tries_of_what_is_under_way() -> None:
     row = fake_time.run(work())
     assert row.reason == "CONNECTOR_BUSY"
     assert "cancelled" in row.message
+
+
+def test_a_cancel_ends_the_wait_for_the_next_try_and_there_is_none() -> None:
+    fleet = FakeFleet()
+    fleet.script["r0"] = [answer(FAILED, "FAILED_PRECONDITION", "CONNECTOR_BUSY", retry=10.0)] * 100
+    spec = reset()
+    spec.wait = True
+
+    async def work():
+        execution = Execution(OPERATION, spec, aims(1), fleet)
+        asyncio.get_running_loop().call_later(2.0, execution.cancel)
+        began = now()
+        results = await execution.run()
+        return results["r0"], now() - began
+
+    row, took = fake_time.run(work())
+    assert (row.reason, row.attempts) == ("CONNECTOR_BUSY", 1)
+    assert len(fleet.calls) == 1
+    assert took < 2.5
 
 
 def test_a_defect_in_the_fan_out_is_that_targets_result_and_nobody_elses() -> None:
@@ -391,6 +300,32 @@ def test_after_a_crash_in_a_cancel_the_rest_is_cancelled_too_not_stopped_by_a_fa
     results = fake_time.run(work())
     assert [results[f"r{i}"].outcome for i in range(3)] == [SUCCEEDED, CANCELLED, CANCELLED]
     assert results["r2"].message == "stop it"
+
+
+def test_after_a_crash_a_target_that_could_not_be_reached_still_counts_as_a_failure() -> None:
+    fleet, disk = FakeFleet(), FakeDisk()
+    gone = fleet_pb2.TargetResult(replica="r0", outcome=UNREACHABLE, code="UNAVAILABLE")  # type: ignore[arg-type]
+    disk.results["r0"] = gone
+    results, _, _ = run(fleet, 3, reset(strategy=ROLLING), journal=disk, recorded=disk.recorded())
+    assert [results[f"r{i}"].outcome for i in range(3)] == [UNREACHABLE, SKIPPED, SKIPPED]
+    assert fleet.calls == []
+
+
+def test_what_was_stopped_before_a_crash_is_asked_for_where_it_was_called_and_not_called_elsewhere() -> None:
+    fleet, disk = FakeFleet(), FakeDisk()
+    request_id = derive_request_id(OPERATION, "r0")
+    disk.intents["r0"] = (request_id, 0)
+    fleet.by_id[request_id] = answer()
+
+    async def work():
+        execution = Execution(OPERATION, reset(), aims(3), fleet, journal=disk, recorded=disk.recorded())
+        execution.stop("it had been stopped")
+        return await execution.run()
+
+    results = fake_time.run(work())
+    assert [results[f"r{i}"].outcome for i in range(3)] == [SUCCEEDED, SKIPPED, SKIPPED]
+    assert results["r1"].message == "it had been stopped"
+    assert fleet.calls == []
 
 
 def test_no_request_id_is_used_again_after_its_refusal_whenever_the_run_is_taken_up_again() -> None:

@@ -18,9 +18,11 @@ import pytest
 from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator import schema
+from sidecar.coordinator.journal import StoreJournal
 from sidecar.coordinator.port import Aim, JournalError
+from sidecar.coordinator.running import Retention
 from sidecar.coordinator.schema import StoreError
-from sidecar.coordinator.store import Store, StoreJournal
+from sidecar.coordinator.store import Store
 
 SUCCEEDED = fleet_pb2.TARGET_OUTCOME_SUCCEEDED
 
@@ -65,8 +67,10 @@ async def test_what_was_written_is_read_back_whole(tmp_path: Path) -> None:
     assert found.operation.spec == made.spec
     assert (found.held, found.cancelled, found.caller, found.ended) == (True, "because", "token:admin", False)
     assert set(found.recorded) == {"r0", "ü"}
-    assert found.recorded["r0"].result == row("r0")
     assert found.recorded["r0"].unhealthy == "stalled"
+    ended = row("r0")
+    ended.health = "stalled"
+    assert found.recorded["r0"].result == ended
     assert found.recorded["ü"].result is None
     assert (found.recorded["ü"].request_id, found.recorded["ü"].wave) == ("id-2", 2)
     rows = {(each.replica, each.address): each.outcome for each in found.operation.results}
@@ -156,15 +160,38 @@ async def test_retention_forgets_what_is_old_or_too_much_and_never_what_runs(tmp
         await store.create(each, AIMS, [], "me")
     for each in made[1:]:
         await store.update(each, ended=True)
-    assert await store.prune(keep=3, max_age_s=3600) == 2
+    assert await store.prune(keep=3, max_age_s=3600, most_by_age=10) == 2
     kept = [each.operation_id for each in (made[5], made[4], made[3], made[0])]
     assert [found.operation_id for _, found in await store.page(10, 0)] == kept
     assert store._writer is not None
     assert store._writer.execute("SELECT count(*) FROM targets").fetchone() == (4 * len(AIMS),)
     await store._write(lambda db: db.execute("UPDATE operations SET created_at = ?", (time.time() - 7200,)))
-    assert await store.prune(keep=3, max_age_s=3600) == 3
+    assert await store.prune(keep=3, max_age_s=3600, most_by_age=10) == 3
     assert [found.operation_id for _, found in await store.page(10, 0)] == [made[0].operation_id]
     await store.close()
+
+
+async def test_a_clock_that_jumps_takes_only_so_many_operations_along_in_one_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "ops.db")
+    made = [operation() for _ in range(30)]
+    for each in made:
+        await store.create(each, AIMS, [], "me")
+        await store.update(each, ended=True)
+    year_later = time.time() + 365 * 86400
+    monkeypatch.setattr(time, "time", lambda: year_later)
+    assert await store.prune(keep=1000, max_age_s=86400, most_by_age=0) == 0
+    assert await store.prune(keep=1000, max_age_s=86400, most_by_age=10) == 10
+    left = [found.operation_id for _, found in await store.page(100, 0)]
+    assert left == [each.operation_id for each in reversed(made[10:])], "the oldest go first"
+    await store.close()
+
+
+def test_an_hour_may_forget_a_small_part_of_what_is_kept_and_a_day_all_of_it() -> None:
+    assert Retention(operations=1000).most_by_age == 42
+    assert 24 * Retention(operations=1000).most_by_age >= 1000
+    assert Retention(operations=1).most_by_age == 10
 
 
 async def test_a_full_disk_refuses_writes_in_words_and_reads_go_on(tmp_path: Path) -> None:

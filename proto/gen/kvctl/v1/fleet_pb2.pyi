@@ -330,6 +330,7 @@ class TargetResult(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     WAVE_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Replica name as discovery or the replica itself gives it."""
     address: _builtins.str
@@ -350,6 +351,10 @@ class TargetResult(_message.Message):
     """Whether a lost call can have had an effect."""
     wave: _builtins.int
     """Wave of the rollout, from 0."""
+    health: _builtins.str
+    """ROLLING, one sentence for a person: how its health is while the next wave waits for it, or why it did not become
+    healthy in time. Empty when nothing waits for it.
+    """
     @_builtins.property
     def took(self) -> _duration_pb2.Duration:
         """Wall time of the last call."""
@@ -398,10 +403,11 @@ class TargetResult(_message.Message):
         resume: _replica_pb2.ResumeSchedulingResponse | None = ...,
         wave: _builtins.int = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        health: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "relieve", b"relieve", "reorder", b"reorder", "reset", b"reset", "result", b"result", "resume", b"resume", "took", b"took"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempts", b"attempts", "code", b"code", "execution", b"execution", "labels", b"labels", "message", b"message", "outcome", b"outcome", "pause", b"pause", "reason", b"reason", "relieve", b"relieve", "reorder", b"reorder", "replica", b"replica", "request_id", b"request_id", "reset", b"reset", "result", b"result", "resume", b"resume", "took", b"took", "wave", b"wave"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempts", b"attempts", "code", b"code", "execution", b"execution", "health", b"health", "labels", b"labels", "message", b"message", "outcome", b"outcome", "pause", b"pause", "reason", b"reason", "relieve", b"relieve", "reorder", b"reorder", "replica", b"replica", "request_id", b"request_id", "reset", b"reset", "result", b"result", "resume", b"resume", "took", b"took", "wave", b"wave"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["reset", "reorder", "relieve", "pause", "resume"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
