@@ -295,6 +295,50 @@ async def test_a_rotated_token_is_picked_up(api: ApiServer, tmp_path: Path) -> N
     await client.close()
 
 
+async def test_who_asks_during_a_list_gets_that_one(api: ApiServer, client: Api) -> None:
+    """Of two lists at once the older might end last, and hide what the newer has seen until the next resync."""
+    reached, go = asyncio.Event(), asyncio.Event()
+
+    async def slow(_method: str, _path: str) -> None:
+        reached.set()
+        await go.wait()
+
+    await api.put("pods", pod("p0"))
+    api.faults = slow
+    discovery = from_url("pods:///llm?selector=pool%3Da", client)
+    first = asyncio.create_task(names(discovery))
+    await asyncio.wait_for(reached.wait(), 30)
+    second = asyncio.create_task(names(discovery))
+    await asyncio.sleep(0)
+    first.cancel()  # who gives up takes nothing from the other
+    go.set()
+    assert await asyncio.wait_for(second, 30) == ["p0"]
+    assert len(api.requests) == 1
+
+
+async def test_rows_are_made_once_for_each_change(api: ApiServer, watched: KubernetesDiscovery) -> None:
+    one, two = await watched.targets(), await watched.targets()
+    assert one.targets is two.targets
+    await api.put("pods", pod("p1", "10.0.0.2"))
+    await until(watched, ["p0", "p1"])
+
+
+async def test_an_answer_that_no_api_server_gives_is_trouble_and_does_not_end_the_watch(
+    api: ApiServer, watched: KubernetesDiscovery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, pages = Api.request, [b"<html>sign in</html>", b'{"items": [{"metadata": 7}]}']
+
+    async def proxied(self: Api, method: str, path: str, **more: Any) -> bytes:
+        return pages.pop() if pages else await real(self, method, path, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Api, "request", proxied)
+    api.forget()
+    await api.end_watches()
+    await eventually(lambda: not pages)
+    await api.put("pods", pod("p1", "10.0.0.2"))
+    await until(watched, ["p0", "p1"])
+
+
 async def test_an_unreadable_token_names_path_and_uid_and_recovers_when_mended(api: ApiServer, tmp_path: Path) -> None:
     file = tmp_path / "token"
     client = Api(Access(api.url, "llm", token_file=file))

@@ -36,6 +36,7 @@ _BACKOFF_FIRST_S: Final = 0.2
 _BACKOFF_MOST_S: Final = 15.0
 
 Item = TypeVar("Item", bound=EndpointSlice | Pod)
+Read = TypeVar("Read")
 
 
 class _ListMeta(msgspec.Struct, rename="camel"):
@@ -63,17 +64,29 @@ class View(Generic[Item]):
         self._kind = kind
         self._items: dict[str, Item] = {}
         self._version = ""
+        self._listing: asyncio.Task[None] | None = None
         self.current = False
         """Whether the view can be trusted now: listed, and a watch is open."""
         self.lists = 0
         """Lists made so far."""
+        self.changes = 0
+        """Grows with every change of the items."""
 
     def items(self) -> list[Item]:
         """What is there, as last seen."""
         return list(self._items.values())
 
     async def refresh(self) -> list[Item]:
-        """List, and remember. ApiError when that fails; the view then keeps what it had."""
+        """List, and remember. ApiError when that fails; the view then keeps what it had.
+
+        Who asks during a list gets that one: of two at once the older might end last, and hide what the newer has seen.
+        """
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(self._list())
+        await asyncio.shield(self._listing)
+        return self.items()
+
+    async def _list(self) -> None:
         items: dict[str, Item] = {}
         page = ""
         while True:
@@ -82,9 +95,9 @@ class View(Generic[Item]):
                 params["labelSelector"] = self._selector
             if page:
                 params["continue"] = page
-            answer = msgspec.json.decode(await self._api.request("GET", self._path, params=params), type=_List)
+            answer = self._read(await self._api.request("GET", self._path, params=params), _List)
             for raw in answer.items:
-                item = msgspec.json.decode(raw, type=self._kind)
+                item = self._read(raw, self._kind)
                 items[item.metadata.uid or item.metadata.name] = item
             page = answer.metadata.continue_
             if not page:
@@ -92,7 +105,7 @@ class View(Generic[Item]):
         self._items = items
         self._version = answer.metadata.resource_version
         self.lists += 1
-        return self.items()
+        self.changes += 1
 
     async def run(self) -> None:
         """List and watch until cancelled."""
@@ -124,17 +137,25 @@ class View(Generic[Item]):
             self.current = True
             async for event in self._api.watch(self._path, params):
                 if event.type == "BOOKMARK":
-                    self._version = msgspec.json.decode(event.object, type=_Bookmark).metadata.resource_version
+                    self._version = self._read(event.object, _Bookmark).metadata.resource_version
                     continue
-                item = msgspec.json.decode(event.object, type=self._kind)
+                item = self._read(event.object, self._kind)
                 key = item.metadata.uid or item.metadata.name
                 if event.type == "DELETED":
                     self._items.pop(key, None)
                 else:
                     self._items[key] = item
+                self.changes += 1
                 self._version = item.metadata.resource_version or self._version
             # A server that ends watches at once must not be asked in a tight loop.
             await asyncio.sleep(_BACKOFF_FIRST_S)
+
+    def _read(self, content: bytes | msgspec.Raw, kind: type[Read]) -> Read:
+        """ApiError for what no Kubernetes API says, such as the page of a proxy."""
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except msgspec.DecodeError as error:
+            raise ApiError(0, "Unreadable", f"{self._path}: the answer cannot be read: {error}") from error
 
 
 class KubernetesDiscovery:
@@ -147,6 +168,8 @@ class KubernetesDiscovery:
         self._view = view
         self._rows = rows
         self._what = what
+        self._kept: tuple[tuple[Target, ...], tuple[str, ...]] = ((), ())
+        self._rows_of = -1
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -172,10 +195,18 @@ class KubernetesDiscovery:
                 if not self._view.lists:
                     raise DiscoveryError(f"{self._what}: {_advice(error)}") from error
                 trouble = f"{self._what}: {error}; the pods seen before are used"
-        targets, warnings = self._rows()
+        targets, warnings = self._made()
         return Discovered(
-            tuple(targets), incomplete=bool(trouble or warnings), warnings=(*((trouble,) if trouble else ()), *warnings)
+            targets, incomplete=bool(trouble or warnings), warnings=(*((trouble,) if trouble else ()), *warnings)
         )
+
+    def _made(self) -> tuple[tuple[Target, ...], tuple[str, ...]]:
+        """Rows and warnings, made once for each change: who runs an operation asks before each of its calls."""
+        if self._rows_of != self._view.changes:
+            targets, warnings = self._rows()
+            self._kept = tuple(targets), tuple(warnings)
+            self._rows_of = self._view.changes
+        return self._kept
 
     def describe(self) -> str:
         """The source."""
