@@ -1,4 +1,4 @@
-"""Events on a CacheOperation: what `kubectl describe` shows below it. Best effort, like all events."""
+"""Events on a CacheOperation or a pod: what `kubectl describe` shows below it. Best effort, like all events."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import msgspec
 
 from sidecar.coordinator.discovery import DiscoveryError
 from sidecar.coordinator.discovery.kube_api import Api, ApiError
+from sidecar.coordinator.discovery.kube_rows import Meta, Pod
 from sidecar.operator.resource import API_VERSION, KIND, Resource
 
 LOG: Final = logging.getLogger(__name__)
 
 COMPONENT: Final = "kvctl-operator"
+_NAME_KEPT: Final = 200
+"""Characters of the name of what an event is about; a whole name has at most 253."""
 _MAX_MESSAGE: Final = 1000
 """The API server takes 1,024 bytes; what is cut is in the status."""
 
@@ -29,16 +32,22 @@ class Announcer:
         self._instance = instance
 
     async def __call__(self, resource: Resource, kind: str, reason: str, message: str) -> None:
-        """`kind`: "Normal" or "Warning"; `reason`: CamelCase."""
-        meta = resource.metadata
+        """On a CacheOperation. `kind`: "Normal" or "Warning"; `reason`: CamelCase."""
+        await self._post(resource.metadata, API_VERSION, KIND, kind, reason, message)
+
+    async def on_pod(self, pod: Pod, kind: str, reason: str, message: str) -> None:
+        """On a pod; as above."""
+        await self._post(pod.metadata, "v1", "Pod", kind, reason, message)
+
+    async def _post(self, meta: Meta, version: str, about: str, kind: str, reason: str, message: str) -> None:
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         event = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"name": f"{meta.name[:200]}.{uuid.uuid4().hex[:16]}", "namespace": meta.namespace},
+            "metadata": {"name": event_name(meta.name, uuid.uuid4().hex[:16]), "namespace": meta.namespace},
             "involvedObject": {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
+                "apiVersion": version,
+                "kind": about,
                 "name": meta.name,
                 "namespace": meta.namespace,
                 "uid": meta.uid,
@@ -57,4 +66,9 @@ class Announcer:
             path = f"/api/v1/namespaces/{meta.namespace}/events"
             await self._api.request("POST", path, body=msgspec.json.encode(event))
         except (ApiError, DiscoveryError) as error:
-            LOG.warning("%s: event %s not posted: %s", resource.key, reason, error)
+            LOG.warning("%s/%s: event %s not posted: %s", meta.namespace, meta.name, reason, error)
+
+
+def event_name(name: str, suffix: str) -> str:
+    """Name of an event about an object: the object's, cut so that the whole is a name still (RFC 1123 subdomain)."""
+    return f"{name[:_NAME_KEPT].rstrip('-.')}.{suffix}"
