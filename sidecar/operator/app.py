@@ -69,17 +69,18 @@ class Operator:
         self._sources = self._discoveries()
         self._discovery = self._sources[0] if len(self._sources) == 1 else JoinedDiscovery(self._sources)
         self._election = Election(self._api, self._namespace, config.lease, identity, Timing.of(config.lease_duration))
+        announcer = Announcer(self._api, identity)
         self._around = Surroundings(
             self._api,
             self._discovery,
             self._channels,
             self._metrics,
-            Announcer(self._api, identity),
+            announcer,
             self._election.leads,
             config.replica_server_name,
         )
         self.controller = Controller(self._around)
-        self._reset_on = ResetOn(self._api)
+        self._reset_on = ResetOn(self._api, announcer.on_pod)
         self.unknowns = Unknowns(self._around)
         self._roster = Roster(self._discovery, self._channels, self._metrics)
         self._stop = asyncio.Event()
@@ -145,7 +146,7 @@ class Operator:
     async def _lead(self) -> None:
         await self._told_of_all()
         await self.controller.lead()
-        await self._reset_on.lead()
+        self._reset_on.lead()
 
     async def _told_of_all(self) -> None:
         """Wait until the watch has told of every CacheOperation: policies must see what is under way.

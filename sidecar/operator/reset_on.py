@@ -21,7 +21,8 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -29,6 +30,7 @@ import msgspec
 from sidecar.coordinator.discovery import DiscoveryError
 from sidecar.coordinator.discovery.kube_api import Api, ApiError, MergePatch
 from sidecar.coordinator.discovery.kube_rows import Pod
+from sidecar.coordinator.outcomes import NOT_A_SIDECAR
 from sidecar.operator.journal import path_of
 from sidecar.operator.resource import API_VERSION, KIND, Resource
 
@@ -48,9 +50,12 @@ RETRY_S: Final = (5.0, 15.0, 60.0, 300.0, 900.0)
 """Pauses before the next CacheOperation after one that failed; the last one is repeated."""
 LOOK_S: Final = 60.0
 """How often a CacheOperation that is under way is looked at, beside what the watch tells."""
+UNDISCOVERED_TRIES: Final = 3
+"""CacheOperations for a pod that is no replica before it is given up: discovery may be a moment behind a new pod."""
 
 _HOPELESS: Final = frozenset({"UNIMPLEMENTED", "INVALID_ARGUMENT"})
 """Codes of engines that will say the same next time, after having dropped the caches that they can drop."""
+_MAX_WHY: Final = 512
 _NUMBER: Final = re.compile(r"-(\d{1,9})-[0-9a-f]{10}$")
 
 
@@ -107,23 +112,55 @@ def hopeless(operation: Resource) -> str:
     """Why another try would end the same way; empty when it might not."""
     for row in operation.status.results or ():
         if row.code in _HOPELESS:
-            return f"{row.code} {row.reason}: {row.message}"[:512]
+            return f"{row.code} {row.reason}: {row.message}"[:_MAX_WHY]
     return ""
+
+
+def no_sidecar(operation: Resource) -> str:
+    """Why its pod seems to be no replica, and what to do; empty when it is one."""
+    why = ""
+    if operation.status.phase == "Failed" and not operation.status.operation_id:
+        why = f"the operator knows no replica of that name ({operation.status.message})"
+    for row in operation.status.results or ():
+        if row.reason == NOT_A_SIDECAR:
+            why = row.message
+    if not why:
+        return ""
+    return (
+        "no sidecar to reset it with: give the pod one (deploy/kustomize/components/sidecar, which also sets the label "
+        f"that the operator looks for), then set a new value of {RESET_ON}; {why}"
+    )[:_MAX_WHY]
+
+
+@dataclass(slots=True)
+class _Tries:
+    """What has come of a pod's present value so far."""
+
+    failures: int = 0
+    without_sidecar: int = 0
+    """CacheOperations that found no sidecar, one after another."""
+    failed: str = ""
+    """The CacheOperation that failed last."""
+    due: float = 0.0
+    """When the next one is, on the loop's clock."""
+
+
+Announce = Callable[[Pod, str, str, str], Awaitable[None]]
+"""Post an event on a pod: pod, "Normal" or "Warning", reason, message."""
 
 
 class ResetOn:
     """Acts on pods and CacheOperations that the watch tells of, while it leads. Belongs to one loop."""
 
-    def __init__(self, api: Api, retry_s: Sequence[float] = RETRY_S) -> None:
+    def __init__(self, api: Api, announce: Announce, retry_s: Sequence[float] = RETRY_S) -> None:
         self._api = api
+        self._announce = announce
         self._retry_s = tuple(retry_s)
         self._leading = False
         self._pods: dict[str, Pod] = {}
         self._turns: dict[str, asyncio.Lock] = {}
         self._later: dict[str, asyncio.Task[None]] = {}
-        self._failures: dict[str, int] = {}
-        self._retry_at: dict[str, float] = {}
-        """Name of a CacheOperation that failed -> when the next one is due, on the loop's clock."""
+        self._tries: dict[str, _Tries] = {}
 
     # --- what is told --------------------------------------------------------------------------------------------
 
@@ -140,7 +177,7 @@ class ResetOn:
         """A pod was deleted, or nothing is asked of it any more."""
         self._pods.pop(uid, None)
         self._turns.pop(uid, None)
-        self._failures.pop(uid, None)
+        self._tries.pop(uid, None)
         self._not_later(uid)
 
     async def operation_seen(self, operation: Resource) -> None:
@@ -150,19 +187,19 @@ class ResetOn:
             if (pod.metadata.annotations or {}).get(RESET_OPERATION) == name:
                 await self._act(uid)
 
-    async def lead(self) -> None:
-        """Act from now on, first on what others have left."""
+    def lead(self) -> None:
+        """Act from now on, first on what others have left; not waited for, because the lease is to be renewed."""
         self._leading = True
-        for uid in list(self._pods):
-            await self._act(uid)
+        for uid in self._pods:
+            self._not_later(uid)
+            self._later[uid] = asyncio.create_task(self._act_later(uid, 0))
 
     def stop(self) -> None:
         """Another process leads, or none: what is written on the pods is enough for it."""
         self._leading = False
         for uid in list(self._later):
             self._not_later(uid)
-        self._failures.clear()
-        self._retry_at.clear()
+        self._tries.clear()
 
     # --- one pod -------------------------------------------------------------------------------------------------
 
@@ -189,7 +226,7 @@ class ResetOn:
             return None
         name = annotations.get(RESET_OPERATION, "")
         if name != operation_name(pod, value, _number(name)):
-            self._failures.pop(pod.metadata.uid, None)
+            self._tries.pop(pod.metadata.uid, None)
             return await self._demand(pod, value)
         if RESET_FAILED in annotations:
             return None
@@ -201,19 +238,25 @@ class ResetOn:
             return LOOK_S
         if operation.status.phase == "Succeeded":
             await self._annotate(pod, {RESET_DONE: value})
-            self._failures.pop(pod.metadata.uid, None)
+            self._tries.pop(pod.metadata.uid, None)
             return None
-        why = hopeless(operation)
-        if why:
-            await self._annotate(pod, {RESET_FAILED: why})
-            return None
-        now = asyncio.get_running_loop().time()
-        if name not in self._retry_at:
-            self._retry_at[name] = now + self._pause(pod.metadata.uid)
-        due = self._retry_at[name]
-        if now < due:
-            return due - now
-        del self._retry_at[name]
+        return await self._failed(pod, value, operation)
+
+    async def _failed(self, pod: Pod, value: str, operation: Resource) -> float | None:
+        """Another CacheOperation after a while, unless that would end the same way."""
+        uid, now = pod.metadata.uid, asyncio.get_running_loop().time()
+        tries = self._tries.setdefault(uid, _Tries())
+        if tries.failed != operation.metadata.name:
+            lacking = no_sidecar(operation)
+            tries.without_sidecar = tries.without_sidecar + 1 if lacking else 0
+            why = hopeless(operation) or (lacking if tries.without_sidecar >= UNDISCOVERED_TRIES else "")
+            if why:
+                await self._annotate(pod, {RESET_FAILED: why})
+                await self._announce(pod, "Warning", "ResetOnFailed", f"{RESET_ON}={value} is given up: {why}")
+                return None
+            tries.failed, tries.due = operation.metadata.name, now + self._pause(uid)
+        if now < tries.due:
+            return tries.due - now
         return await self._demand(pod, value)
 
     async def _demand(self, pod: Pod, value: str) -> float:
@@ -254,9 +297,9 @@ class ResetOn:
     # --- time ----------------------------------------------------------------------------------------------------
 
     def _pause(self, uid: str) -> float:
-        failures = self._failures.get(uid, 0)
-        self._failures[uid] = failures + 1
-        return self._retry_s[min(failures, len(self._retry_s) - 1)]
+        tries = self._tries.setdefault(uid, _Tries())
+        tries.failures += 1
+        return self._retry_s[min(tries.failures, len(self._retry_s)) - 1]
 
     async def _act_later(self, uid: str, wait_s: float) -> None:
         await asyncio.sleep(wait_s)

@@ -150,16 +150,27 @@ class Row(msgspec.Struct, rename="camel", omit_defaults=True):
     cached_blocks_dropped: int | None = None
 
 
+class Condition(msgspec.Struct, rename="camel"):
+    """One of status.conditions."""
+
+    type: str
+    status: str
+    last_transition_time: str = ""
+
+
 class Status(msgspec.Struct, rename="camel"):
     """What of the status is read back."""
 
     phase: str = ""
+    message: str = ""
+    observed_generation: int = 0
     operation_id: str = ""
     start_time: str = ""
     completion_time: str = ""
     targets_incomplete: bool = False
     warnings: list[str] | None = None
     results: list[Row] | None = None
+    conditions: list[Condition] | None = None
     ledger: dict[str, Entry] | None = None
 
 

@@ -143,6 +143,51 @@ async def test_what_no_repetition_mends_is_said_on_the_pod_and_a_new_value_is_a_
     assert RESET_FAILED not in annotations(cluster)
 
 
+async def test_a_pod_without_a_sidecar_is_given_up_after_some_tries_and_told_what_to_do_once(cluster: Cluster) -> None:
+    bare = pod("bare", "127.0.0.1:1", labels={"app": "vllm"}, annotations={RESET_ON: "weights-1"})
+    await cluster.api.put("pods", bare)
+    async with cluster.operator():
+        await cluster.api.until(lambda: RESET_FAILED in annotations(cluster, "bare"))
+        await cluster.api.until(lambda: "ResetOnFailed" in cluster.reasons())
+        await annotate(cluster, "weights-1")
+        await done(cluster, "weights-1")  # others are served meanwhile
+        told = annotations(cluster, "bare")[RESET_FAILED]
+        assert "no sidecar" in told
+        assert "deploy/kustomize/components/sidecar" in told
+        assert "set a new value" in told
+        assert values(cluster) == ["weights-1"] * (reset_on.UNDISCOVERED_TRIES + 1), "the last one is p1's"
+        assert RESET_DONE not in annotations(cluster, "bare")
+        events = [body for (plural, _, _), body in cluster.api.objects.items() if plural == "events"]
+        (event,) = [one for one in events if one["reason"] == "ResetOnFailed"]
+        assert event["involvedObject"]["kind"] == "Pod"
+        assert event["involvedObject"]["name"] == "bare"
+        assert "weights-1 is given up" in event["message"]
+        # With a sidecar and a new value it is a new try.
+        await cluster.api.remove("pods", "p3")
+        mended = pod("bare", cluster.addresses[3], annotations={**annotations(cluster, "bare"), RESET_ON: "weights-2"})
+        await cluster.api.put("pods", mended)
+        await done(cluster, "weights-2", "bare")
+    assert RESET_FAILED not in annotations(cluster, "bare")
+    assert cluster.effects() == [0, 1, 0, 1]
+
+
+async def test_a_pod_that_discovery_sees_a_moment_later_is_reset_then(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reset_on, "UNDISCOVERED_TRIES", 1000)  # a moment is as long as this test takes
+    await cluster.api.put(
+        "pods", pod("late", "127.0.0.1:1", labels={"app": "vllm"}, annotations={RESET_ON: "weights-1"})
+    )
+    async with cluster.operator():
+        await cluster.api.until(
+            lambda: any(one.get("status", {}).get("phase") == "Failed" for one in operations(cluster))
+        )
+        await cluster.api.remove("pods", "p3")
+        await cluster.api.put("pods", pod("late", cluster.addresses[3], annotations=annotations(cluster, "late")))
+        await done(cluster, "weights-1", "late")
+    assert RESET_FAILED not in annotations(cluster, "late")
+
+
 async def test_a_cacheoperation_that_somebody_deletes_is_made_again(cluster: Cluster) -> None:
     reached, go = gate(cluster, 1)
     async with cluster.operator():
@@ -329,6 +374,29 @@ async def test_a_leader_that_goes_before_the_cacheoperation_is_made_is_followed_
     async with cluster.operator():
         await done(cluster, "weights-1")
     assert cluster.effects() == [0, 1, 0, 0]
+
+
+async def test_a_new_leader_keeps_its_lease_while_it_catches_up(cluster: Cluster) -> None:
+    for name in ("p0", "p1", "p2"):
+        await annotate(cluster, "weights-1", name)
+    reached, go = asyncio.Event(), asyncio.Event()
+
+    async def slow(method: str, path: str) -> None:
+        if method == "PATCH" and "/pods/" in path:
+            reached.set()
+            await go.wait()
+
+    def renewals() -> int:
+        return sum(method == "PUT" and "/leases/" in path for method, path in cluster.api.requests)
+
+    cluster.api.faults = slow
+    async with cluster.operator("--lease-duration", "1s"):
+        await asyncio.wait_for(reached.wait(), 40)
+        before = renewals()
+        await cluster.api.until(lambda: renewals() >= before + 3)
+        go.set()
+        await done(cluster, "weights-1", "p0")
+        await done(cluster, "weights-1", "p2")
 
 
 async def test_trouble_with_the_api_server_is_tried_again_without_another_event_of_the_pod(cluster: Cluster) -> None:
