@@ -87,7 +87,7 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
     """Settings from all layers. ConfigError for what cannot be used; SystemExit for --help and --version."""
     values, check = settings.load(PROGRAM, arguments, environment)
     config = Config(**values, check=check)  # type: ignore[arg-type]
-    config.server_security.check()
+    config.server_security.check(config.listen, config.metrics)
     if config.inventory is None and not config.sources:
         raise ConfigError(
             "no replicas to coordinate: give --inventory FILE, or --targets with an address or dns:///name:port"
@@ -96,8 +96,6 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
         _check_inventory(config.inventory)
     if (config.replica_cert is None) != (config.replica_key is None):
         raise ConfigError("--replica-cert and --replica-key go together; one of them is missing")
-    if config.metrics is not None and config.metrics.port and config.metrics in config.listen:
-        raise ConfigError(f"--listen and --metrics are both {config.metrics}; give them different ports")
     return config
 
 

@@ -65,14 +65,12 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
     words = ["--labels" if word == "--label" else word.replace("--label=", "--labels=", 1) for word in arguments]
     values, check = settings.load(PROGRAM, words, environment)
     config = Config(**values, check=check)  # type: ignore[arg-type]
-    config.server_security.check()
+    config.server_security.check(config.listen, config.metrics)
     if config.stall_after < 1 or config.hung_after < config.stall_after:
         raise ConfigError(
             f"--stall-after {config.stall_after:g} s and --hung-after {config.hung_after:g} s: expected 1 s or more "
             "for the first, and no less than that for the second"
         )
-    if config.metrics is not None and config.metrics.port and config.metrics in config.listen:
-        raise ConfigError(f"--listen and --metrics are both {config.metrics}; give them different ports")
     return config
 
 
@@ -96,6 +94,8 @@ def _name(raw: Raw) -> str:
             f"{settings.shown(text)} is not a replica name; expected 1 to 253 letters, digits, '-', '.' and '_', "
             "with a letter or digit at both ends"
         )
+    if text == "all":
+        raise ValueError("'all' means every replica where replicas are chosen; give this one another --name")
     return text
 
 

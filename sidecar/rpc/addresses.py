@@ -12,6 +12,7 @@ import ipaddress
 import os
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -67,6 +68,12 @@ class Address:
         ip = self.ip
         return ip is not None and ip.is_loopback
 
+    @property
+    def everywhere(self) -> bool:
+        """Whether it stands for every interface."""
+        ip = self.ip
+        return ip is not None and ip.is_unspecified
+
     def with_port(self, port: int) -> Address:
         """The same address on another port."""
         return Address(self.kind, self.host, port, self.path)
@@ -88,6 +95,36 @@ def parse(text: str, *, what: str = "address") -> Address:
 def parse_listen(text: str, *, what: str = "listen address") -> Address:
     """An address to listen on: port 0 allowed, `:7700` means every interface, dns: not allowed."""
     return _parse(f"[::]{text}" if text.startswith(":") and text.count(":") == 1 else text, what, listening=True)
+
+
+def why_they_clash(listen: Sequence[Address], metrics: Address | None) -> str:
+    """Why these cannot all be listened on at once, as far as they tell it themselves; empty when nothing speaks against
+    it. Looked at one by one, each of them is free.
+    """
+    for index, one in enumerate(listen):
+        for other in listen[:index]:
+            if _clash(one, other) and one == other:
+                return f"--listen has {one} twice; give it once"
+            if _clash(one, other):
+                return f"--listen {other} and {one} both take port {one.port}; give one of them, or different ports"
+        if metrics is not None and _clash(one, metrics):
+            return f"--listen {one} and --metrics {metrics} both take port {one.port}; give them different ports"
+    return ""
+
+
+def _clash(one: Address, other: Address) -> bool:
+    if one.kind == "unix" or other.kind == "unix":
+        return one == other
+    if not one.port or one.port != other.port:
+        return False
+    # An address for every interface takes the port of all of them, those of the other version of IP included.
+    return one.everywhere or other.everywhere or bool(_hosts(one) & _hosts(other))
+
+
+def _hosts(address: Address) -> set[str]:
+    if address.host.lower() == "localhost":
+        return {"127.0.0.1", "::1"}
+    return {str(address.ip or address.host.lower())}
 
 
 def service_link(name: str, value: str) -> bool:

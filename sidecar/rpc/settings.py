@@ -70,14 +70,22 @@ class ServerSecurity:
     client_role: Mapping[str, Role]
     token_file: Sequence[tuple[Role, Path]]
 
-    def check(self) -> None:
-        """ConfigError for settings that need each other."""
+    def check(self, listen: Sequence[Address], metrics: Address | None) -> None:
+        """ConfigError for settings that need or exclude each other, and for addresses that do."""
+        if why := addresses.why_they_clash(listen, metrics):
+            raise ConfigError(why)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together; one of them is missing")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key")
         if self.client_role and self.tls_client_ca is None:
             raise ConfigError("--client-role needs --tls-client-ca: without it no client certificate is asked for")
+        sockets = [str(address) for address in listen if address.kind == "unix"]
+        if sockets and self.tls_client_ca is not None and not self.token_file:
+            raise ConfigError(
+                f"--listen {sockets[0]}: over a Unix socket nobody shows a client certificate, so with --tls-client-ca "
+                "alone every call there would be refused; add --token-file ROLE=FILE, or leave the socket out"
+            )
 
     def tls(self) -> ServerTls | None:
         """The server's certificate, None for plain text."""

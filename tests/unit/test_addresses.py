@@ -90,3 +90,27 @@ def test_a_live_unix_socket_is_not_taken_away_and_a_dead_one_is_free(tmp_path):
 def test_service_links_are_recognised():
     assert addresses.service_link("KVCTL_SIDECAR_PORT", "tcp://10.0.0.1:7700")
     assert not addresses.service_link("KVCTL_SIDECAR_LISTEN", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("listen", "metrics", "says"),
+    [
+        (["127.0.0.1:7700", "127.0.0.1:7700"], None, "--listen has 127.0.0.1:7700 twice"),
+        (["unix:/run/a.sock", "unix:///run/a.sock"], None, "--listen has unix:/run/a.sock twice"),
+        (["[::1]:7700", "[0:0::1]:7700"], None, "both take port 7700"),
+        (["localhost:7700", "127.0.0.1:7700"], None, "--listen localhost:7700 and 127.0.0.1:7700 both take port 7700"),
+        ([":7700", "127.0.0.1:7700"], None, "both take port 7700"),
+        (["0.0.0.0:7700", "[::1]:7700"], None, "both take port 7700"),
+        (["[::]:7700"], "127.0.0.1:7700", "--listen [::]:7700 and --metrics 127.0.0.1:7700 both take port 7700"),
+        (["127.0.0.1:7700"], "0.0.0.0:7700", "give them different ports"),
+        (["10.0.0.1:7700", "10.0.0.1:7701"], "10.0.0.1:7701", "--listen 10.0.0.1:7701 and --metrics"),
+        (["127.0.0.1:0", "127.0.0.1:0"], "127.0.0.1:0", ""),
+        (["127.0.0.1:7700", "[::1]:7700", "unix:/run/a.sock"], "10.0.0.1:7700", ""),
+        ([":7700"], "127.0.0.1:7701", ""),
+        (["pod:7700"], "POD:7700", "both take port 7700"),
+    ],
+)
+def test_addresses_that_cannot_be_had_together_are_told(listen, metrics, says):
+    told = addresses.why_they_clash([parse_listen(text) for text in listen], metrics and parse_listen(metrics))
+    assert says in told
+    assert bool(says) == bool(told)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sidecar.coordinator import config as coordinator
 from sidecar.replica import config as settings
 from sidecar.replica.config import load
 from sidecar.replica.service import ACCESS
@@ -136,9 +137,25 @@ def test_an_empty_variable_is_as_if_it_were_not_set():
     assert load([], {"KVCTL_SIDECAR_GRACE": ""}).grace == 20.0
 
 
-def test_listen_and_metrics_on_one_port_fail_early():
+PROGRAMS = [load, lambda words, env: coordinator.load(["--targets", "127.0.0.1:1", *words], env)]
+
+
+@pytest.mark.parametrize("load", PROGRAMS, ids=["sidecar", "coordinator"])
+def test_listen_and_metrics_on_one_port_fail_early(load):
     with pytest.raises(ConfigError, match="different ports"):
-        load(["--listen", "127.0.0.1:7700", "--metrics", "127.0.0.1:7700"], {})
+        load(["--listen", "[::]:7700", "--metrics", "127.0.0.1:7700"], {})
+    with pytest.raises(ConfigError, match="twice"):
+        load(["--listen", "127.0.0.1:7700", "--listen", "127.0.0.1:7700"], {})
+
+
+@pytest.mark.parametrize("load", PROGRAMS, ids=["sidecar", "coordinator"])
+def test_a_unix_socket_where_only_certificates_count_is_refused_with_what_to_do(load):
+    words = ["--listen", "unix:/run/kvctl/api.sock", "--listen", "127.0.0.1:7700"]
+    mutual = ["--tls-cert", "/c", "--tls-key", "/k", "--tls-client-ca", "/a"]
+    with pytest.raises(ConfigError, match=r"--listen unix:/run/kvctl/api\.sock: .* add --token-file ROLE=FILE"):
+        load([*words, *mutual], {})
+    load([*words, *mutual, "--token-file", "admin=/t"], {})
+    load([*words, *mutual[:4]], {})
 
 
 def test_the_documentation_names_every_setting_and_every_role_as_they_are():
@@ -160,6 +177,7 @@ def test_the_documentation_names_every_setting_and_every_role_as_they_are():
         (["--label", "a" * 254 + "=1"], "(254 characters) is not one"),
         (["--label", "a=" + "b" * 254], "(254 characters) of label 'a'"),
         (["--name", "r\u0660"], "is not a replica name"),
+        (["--name", "all"], "'all' means every replica"),
         (["--grace", "\u0661s"], "is not a duration"),
         (["--grace", "\uff15s"], "is not a duration"),
     ],
