@@ -121,6 +121,10 @@ class Authorizer:
         """Whether callers must prove who they are."""
         return bool(self.tokens) or self.mutual_tls
 
+    def changes(self, method: str) -> bool:
+        """Whether a method changes anything: viewers may not call it."""
+        return self.rules.get(method, Role.VIEWER) > Role.VIEWER
+
     def authorize(
         self, method: str, metadata: Sequence[tuple[str, str | bytes]], auth_context: Mapping[str, Sequence[bytes]]
     ) -> Caller:

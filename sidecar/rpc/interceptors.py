@@ -2,9 +2,10 @@
 
 Order: does the method exist, may the caller use it, does it come in time, is there room, can the request be read, run
 it, and turn whatever comes out into one kind of error. Left to gRPC, half of these end without details: a request that
-cannot be parsed, one that is too large, a call without a message. So handlers are given bytes, whatever the method, and
-everything is read and refused here. An exception that escapes a grpc.aio handler reaches the caller as UNKNOWN with a
-Python repr, and an escaping CancelledError can leave the caller waiting for good.
+cannot be parsed, one that is too large, a call without a message, a call that the server does not outlive. So handlers
+are given bytes, whatever the method, and everything is read and refused here. An exception that escapes a grpc.aio
+handler reaches the caller as UNKNOWN with a Python repr, and an escaping CancelledError can leave the caller waiting
+for good.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from sidecar.rpc import tracing
-from sidecar.rpc.auth import OPEN_METHODS, Authorizer, Caller
+from sidecar.rpc.auth import OPEN_METHODS, Authorizer, Caller, Role
 from sidecar.rpc.channels import MAX_MESSAGE_BYTES
 from sidecar.rpc.errors import AbortableContext, Failure, abort, failure
 from sidecar.rpc.late_calls import NOT_AFTER_NS, Instance
@@ -32,6 +33,12 @@ LOG: Final = logging.getLogger("kvctl.rpc")
 
 MAX_METADATA_BYTES: Final = 16 * 1024
 """Largest metadata accepted with a call, counted as HTTP/2 does: 32 bytes more an entry."""
+
+LAST_WORDS_S: Final = 2.0
+"""For what a call is told that the server does not outlive to be sent."""
+
+KEPT_SHARE: Final = 8
+"""One in so many calls is kept for those who act: watches and viewers get the rest of `max_calls`."""
 
 CALLER: Final[contextvars.ContextVar[Caller]] = contextvars.ContextVar("caller")
 """Who made the call that the running handler serves."""
@@ -79,14 +86,30 @@ class Gate(grpc.aio.ServerInterceptor):
         spans: tracing.SpanMaker | None = None,
         instance: Instance | None = None,
     ) -> None:
-        """At most `max_calls` calls run at once, watches included; more are RESOURCE_EXHAUSTED at once. `instance`: the
-        process that this server is, see `late_calls`; None draws one.
+        """At most `max_calls` calls run at once, watches included; more are RESOURCE_EXHAUSTED at once. A part of them
+        is kept for operators, so that no number of watches keeps a mutation out. `instance`: the process that this
+        server is, see `late_calls`; None draws one.
         """
         self.instance: Final = instance or Instance.new()
         self._authorizer = authorizer
         self._span = spans or _no_span
         self._max_calls = max_calls
         self._calls = 0
+        self._under_way: set[asyncio.Task[object]] = set()
+        self._stopping = False
+        self._over = False
+
+    async def end(self, grace_s: float) -> None:
+        """Take nothing more; calls under way may end within the grace, and the others are then told what is known."""
+        self._stopping = True
+        if self._under_way:
+            await asyncio.wait(tuple(self._under_way), timeout=grace_s)
+        self._over = True
+        left = tuple(self._under_way)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=LAST_WORDS_S)
 
     async def intercept_service(  # type: ignore[override]  # the stubs tie both type variables to the caller
         self,
@@ -112,25 +135,37 @@ class Gate(grpc.aio.ServerInterceptor):
         writing = cast("WritingHandler", handler.unary_stream)
         if inspect.isasyncgenfunction(handler.unary_stream):
             writing = _writing(cast("StreamHandler", handler.unary_stream))
-        return _taking_bytes(self._serving(method, read, writing), handler.response_serializer, streaming=True)
+        serving = self._serving(method, read, writing, streaming=True)
+        return _taking_bytes(serving, handler.response_serializer, streaming=True)
 
-    def _serving(self, method: str, read: Deserializer, inner: Handler) -> RawHandler:
+    def _serving(self, method: str, read: Deserializer, inner: Handler, *, streaming: bool = False) -> RawHandler:
         async def call(sent: AsyncIterator[bytes], context: Context) -> Message | None:
             began = time.monotonic()
-            counted = False
+            counted = begun = False
+            task = asyncio.current_task()
+            assert task is not None
             try:
                 self._admit(method, context)
                 counted = method not in OPEN_METHODS  # whoever needs no credential takes nobody's room
                 self._calls += counted
-                self._make_room(counted)
+                self._under_way.add(task)
+                if counted:
+                    self._make_room(watch=streaming)
                 raw = await anext(aiter(sent), None)  # after: one that never comes takes room too
                 request = _read(method, read, raw)
+                begun = not getattr(request, "validate_only", False)  # what is only checked changes nothing
                 with self._span(method):
                     answer = await inner(request, context)
                 context.set_trailing_metadata(self.instance.trailing())
             except BaseException as raised:  # noqa: BLE001 - nothing may escape a handler, see the module's docstring
+                self._under_way.discard(task)  # what is being told its end must not be cut short in that
+                self._calls -= counted  # and takes nobody's room while it is told
+                counted = False
+                if self._over and isinstance(raised, asyncio.CancelledError):
+                    raised = self._cut_short(method, begun=begun)
                 await self._end(method, context, began, raised)
             finally:
+                self._under_way.discard(task)
                 self._calls -= counted
             _log_call(method, context, began, None)
             return answer
@@ -138,6 +173,8 @@ class Gate(grpc.aio.ServerInterceptor):
         return call
 
     def _admit(self, method: str, context: Context) -> None:
+        if self._stopping:
+            raise _server_stopping(method)
         metadata = context.invocation_metadata() or ()
         size = sum(len(key) + len(value) + 32 for key, value in metadata)
         if size > MAX_METADATA_BYTES:
@@ -146,14 +183,29 @@ class Gate(grpc.aio.ServerInterceptor):
         tracing.TRACE_PARENT.set(tracing.read(metadata))
         NOT_AFTER_NS.set(self.instance.check(method, metadata))
 
-    def _make_room(self, counted: bool) -> None:
-        if counted and self._calls > self._max_calls:
-            raise failure(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                "TOO_MANY_OPERATIONS",
-                f"{self._calls - 1} calls are under way here, the most this server takes; try again shortly",
-                retry_after=1.0,
-            )
+    def _make_room(self, *, watch: bool) -> None:
+        kept = self._max_calls // KEPT_SHARE if watch or CALLER.get().role is Role.VIEWER else 0
+        if self._calls <= self._max_calls - kept:
+            return
+        most = f"and {kept} of the {self._max_calls} it takes are kept for operators" if kept else "the most it takes"
+        raise failure(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "TOO_MANY_OPERATIONS",
+            f"this server has {self._calls - 1} calls under way, {most}; try again shortly",
+            retry_after=1.0,
+        )
+
+    def _cut_short(self, method: str, *, begun: bool) -> Failure:
+        """What the caller of a call is told that had not ended when the server did."""
+        if not begun or not self._authorizer.changes(method):
+            return _server_stopping(method)
+        return failure(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "OUTCOME_UNKNOWN",
+            f"this server was shut down before {method} had ended; whether it was carried out is not known, ask again "
+            "by its id",
+            metadata={"method": method, "execution": "UNKNOWN"},
+        )
 
     def _refusing(self, error: Failure) -> RawHandler:
         async def refuse(_sent: AsyncIterator[bytes], context: Context) -> NoReturn:
@@ -227,6 +279,16 @@ def _method_not_served(method: str) -> Failure:
         "METHOD_NOT_SERVED",
         f"{method} is not served here; check that the address is the one meant and that both ends have one version",
         metadata={"method": method},
+    )
+
+
+def _server_stopping(method: str) -> Failure:
+    return failure(
+        grpc.StatusCode.UNAVAILABLE,
+        "SERVER_STOPPING",
+        f"this server is shutting down, and {method} has changed nothing",
+        metadata={"method": method, "execution": "NOT_EXECUTED"},
+        retry_after=5.0,
     )
 
 

@@ -24,7 +24,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from sidecar.rpc import server as rpc_server
 from sidecar.rpc.addresses import Address
 from sidecar.rpc.errors import abort, failure
-from sidecar.rpc.interceptors import Gate
+from sidecar.rpc.interceptors import LAST_WORDS_S, Gate
 from sidecar.rpc.late_calls import Instance
 from sidecar.rpc.server import ServerSettings
 
@@ -79,8 +79,12 @@ class Serving:
             LOG.warning("this version of grpcio (%s) takes calls in another way than is known here", grpc.__version__)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls, end those that have not ended within the grace, and leave no socket file behind."""
-        await self._server.stop(grace_s)
+        """Take no more calls, tell those that have not ended within the grace what is known, and leave no socket file
+        behind.
+        """
+        stopping = asyncio.ensure_future(self._server.stop(grace_s + LAST_WORDS_S))
+        await self._gate.end(grace_s)
+        await stopping
         rpc_server.remove_unix_sockets(self._settings)
 
     async def _refuse_unknown(self, first: Coroutine[Any, Any, object]) -> None:
