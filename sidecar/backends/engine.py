@@ -132,6 +132,8 @@ class EngineBackend(Protocol):
     async def submit(self, mutation: protocol.Mutation, deadline_ns: int) -> Submitted:
         """Run a mutation, once. Its `call` and `deadline_ns` are overwritten. Returns shortly after the deadline
         (CLOCK_MONOTONIC) at the latest, whatever state the engine is in. Safe to repeat with the same request id.
+
+        Cancelled, it returns at once what is known, or raises CancelledError where nothing was sent and will not be.
         """
         ...
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -21,8 +21,8 @@ import grpc
 from engine_bridge import protocol
 from sidecar.backends.engine import Answered, EngineBackend, EngineSet, Liveness, Lost, Submitted, Unreachable
 from sidecar.replica.aggregate import EngineAnswer, Folded, fold
-from sidecar.replica.audit import AuditLog, Value
-from sidecar.replica.operations_pause import undo
+from sidecar.replica.audit import GONE, AuditLog, Ending, Value, arguments
+from sidecar.replica.operations_pause import LAST_UNDO_S, UNDO_S, undo
 from sidecar.replica.operations_recall import blank, cannot_tell, learn, recalled, replayed, restarted, same
 from sidecar.replica.requests import Wanted
 from sidecar.rpc.auth import Caller, Role
@@ -34,12 +34,8 @@ LOG: Final = logging.getLogger(__name__)
 RECORDS: Final = 1000
 """Operations remembered; the engines remember as many themselves."""
 
-_GONE: Final[Mapping[str, Value]] = {
-    "code": "CANCELLED",
-    "reason": "OUTCOME_UNKNOWN",
-    "message": "the call ended before every engine had answered",
-}
-
+_CONCLUDING_S: Final = 1.0
+"""For an operation to be put on record once its engines are no longer waited for: it takes milliseconds."""
 
 Cancellation = tuple[EngineBackend, protocol.Cancelled | Lost | Unreachable]
 """An engine, and what it said when it was asked to withdraw."""
@@ -70,6 +66,15 @@ class Operation:
     """By engine key."""
     folded: Folded | None = None
     task: asyncio.Task[None] | None = None
+    asked: Sequence[asyncio.Task[Submitted]] = ()
+    """One an engine, in the order of the engines asked last."""
+    deadline: Deadline = field(default_factory=lambda: Deadline(0))
+    """After this no engine begins it."""
+
+    def conclude(self) -> None:
+        """Wait no longer for the engines that have not answered: what is known of them now goes on record."""
+        for task in self.asked:
+            task.cancel()
 
     @property
     def running(self) -> bool:
@@ -115,16 +120,16 @@ class Operations:
             return replayed(record.folded)
         self._refuse_when_stopping()
         self._refuse_when_busy(wanted)
+        _refuse_when_late(wanted, deadline)
         record = record or Operation(wanted, time.time(), caller, peer)
         self._resolve_restarted(record)
         targets = self._targets(record)
         self._audit.begin(caller, peer, wanted.kind, wanted.request_id, arguments(wanted, targets))
         self._remember(record)
         self._current = record
+        record.deadline = deadline.for_next_hop()
         # Created before anything is awaited: from here on the id joins and every other operation is told "busy".
-        record.task = asyncio.create_task(
-            self._run(record, targets, deadline.for_next_hop()), name=f"{wanted.kind} {wanted.request_id}"
-        )
+        record.task = asyncio.create_task(self._run(record, targets), name=f"{wanted.kind} {wanted.request_id}")
         return await self._wait(record, deadline)
 
     def running(self) -> Operation | None:
@@ -140,14 +145,14 @@ class Operations:
         LOG.info("waiting for an operation to end request_id=%s grace_s=%.1f", record.wanted.request_id, grace_s)
         await asyncio.wait({record.task}, timeout=grace_s * 0.7)
         if record.running:
-            deadline_ns = Deadline.after(grace_s * 0.1).at_ns
+            deadline_ns = Deadline.after(max(0.2, grace_s * 0.1)).at_ns
             await asyncio.gather(
                 *(engine.cancel(record.wanted.request_id, deadline_ns) for engine in self._engines.engines())
             )
             await asyncio.wait({record.task}, timeout=grace_s * 0.2)
         if record.running:
-            record.task.cancel()  # it ends as unknown, on record and in the audit log
-            await asyncio.wait({record.task}, timeout=1.0)
+            record.conclude()
+            await asyncio.wait({record.task}, timeout=_CONCLUDING_S + LAST_UNDO_S)
 
     def _refuse_when_stopping(self) -> None:
         if self._stopping:
@@ -190,25 +195,23 @@ class Operations:
         known = record.answers.get(engine.key)
         return not known.settled if known is not None else engine.rank not in spoken_for
 
-    async def _run(self, record: Operation, targets: Sequence[EngineBackend], deadline: Deadline) -> None:
+    async def _run(self, record: Operation, targets: Sequence[EngineBackend]) -> None:
         began = time.monotonic()
         wanted = record.wanted
-        submitted: list[Submitted]
-        try:
-            submitted = await asyncio.gather(*(self._submit(engine, wanted.mutation, deadline) for engine in targets))
-        except asyncio.CancelledError:
-            # The one who cancels is `stop`, at the end of the grace: what is not known is recorded as not known.
-            unknown = "this sidecar shut down before the engine had answered; ask again by request id"
-            submitted = [Lost("unknown", unknown) for _ in targets]
-        for engine, answer in zip(targets, submitted, strict=True):
+        record.asked = [
+            asyncio.create_task(self._submit(engine, wanted.mutation, record.deadline)) for engine in targets
+        ]
+        if record.asked:
+            await asyncio.wait(record.asked)
+        for engine, task in zip(targets, record.asked, strict=True):
             record.answers[engine.key] = EngineAnswer(
-                engine.rank, engine.incarnation, answer, alive_after=engine.liveness() is not Liveness.DEAD
+                engine.rank, engine.incarnation, _said(engine, task), alive_after=engine.liveness() is not Liveness.DEAD
             )
-
         folded = fold(wanted.kind, wanted.request_id, self._complete(record), wanted.mutation)
         if wanted.kind == "pause" and not folded.ok:
             present = {engine.key: engine for engine in self._engines.engines()}
-            record.answers.update(await undo(wanted.request_id, record.answers, present))
+            within_s = LAST_UNDO_S if self._stopping else UNDO_S
+            record.answers.update(await undo(wanted.request_id, record.answers, present, within_s))
             folded = fold(wanted.kind, wanted.request_id, self._complete(record), wanted.mutation)
         record.folded = folded
         if not any(answer.reached for answer in record.answers.values()):
@@ -253,15 +256,21 @@ class Operations:
         """The result, or DEADLINE_EXCEEDED when this caller's patience ends first. Never cancels the operation."""
         task = record.task
         if task is not None:
-            await asyncio.wait({task}, timeout=max(0.0, deadline.remaining() - 0.02))
+            await asyncio.wait({task}, timeout=deadline.until_last_words())
+            if not task.done() and record.deadline.passed():
+                # No engine begins it any more, so what is known now is what every caller can be told.
+                record.conclude()
+                await asyncio.wait({task}, timeout=_CONCLUDING_S)
             if task.done():
                 task.result()
         if record.folded is None or record.running:
+            left_s, wanted = record.deadline.remaining(), record.wanted
+            longer = f" and may be for {left_s:.1f} s more, as its first caller allowed" if left_s else ""
             raise failure(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 "OUTCOME_UNKNOWN",
-                f"{record.wanted.kind} {record.wanted.request_id} is still under way; ask again with GetOperation",
-                metadata={"request_id": record.wanted.request_id, "execution": "UNKNOWN"},
+                f"{wanted.kind} {wanted.request_id} is still under way{longer}; ask again with GetOperation",
+                metadata={"request_id": wanted.request_id, "execution": "UNKNOWN"},
             )
         return record.folded
 
@@ -288,22 +297,7 @@ class Operations:
             folded.reason or "-",
             took_s * 1e3,
         )
-        details: dict[str, Value] = {
-            "code": folded.code.name,
-            "reason": folded.reason,
-            "message": folded.message,
-            "took_ms": round(took_s * 1e3, 1),
-        }
-        self._end_audit(record.caller, record.peer, wanted.kind, wanted.request_id, details)
-
-    def _end_audit(
-        self, caller: Caller, peer: str, operation: str, request_id: str, details: Mapping[str, Value]
-    ) -> None:
-        """The line after. The mutation has happened, so a line that cannot be written is only logged."""
-        try:
-            self._audit.end(caller, peer, operation, request_id, details)
-        except OSError as error:
-            LOG.error("audit line not written request_id=%s error=%s", request_id, error)
+        self._audit.ended(record.caller, record.peer, wanted.kind, wanted.request_id, _ending(folded), took_s)
 
     # --- asking afterwards ---------------------------------------------------------------------------------------
 
@@ -373,14 +367,19 @@ class Operations:
         """Ask every engine to withdraw it."""
         engines = list(self._engines.engines())
         self._audit.begin(caller, peer, "cancel", request_id, {"engines": [engine.rank for engine in engines]})
+        began = time.monotonic()
         at_ns = deadline.for_next_hop().at_ns
         try:
             answers = await asyncio.gather(*(engine.cancel(request_id, at_ns) for engine in engines))
         except asyncio.CancelledError:
-            self._end_audit(caller, peer, "cancel", request_id, _GONE)
+            self._audit.ended(caller, peer, "cancel", request_id, GONE, time.monotonic() - began)
             raise
         withdrawn = any(isinstance(answer, protocol.Cancelled) and answer.cancelled for answer in answers)
-        self._end_audit(caller, peer, "cancel", request_id, {"cancelled": withdrawn})
+        # The call itself succeeds whatever the engines say; an operation that had ended is nothing to withdraw.
+        ending = Ending("OK", message="; ".join(dict.fromkeys(answer.message for answer in answers if answer.message)))
+        took_s = time.monotonic() - began
+        self._observer.operation("cancel", "", ending.code, took_s)
+        self._audit.ended(caller, peer, "cancel", request_id, ending, took_s, cancelled=withdrawn)
         return list(zip(engines, answers, strict=True))
 
     async def renew(self, renewal: protocol.Renew, deadline: Deadline, caller: Caller, peer: str) -> Folded:
@@ -399,7 +398,7 @@ class Operations:
         try:
             submitted = await asyncio.gather(*(engine.renew(renewal, at_ns) for engine in targets))
         except asyncio.CancelledError:
-            self._end_audit(caller, peer, "renew", renewal.pause_request_id, _GONE)
+            self._audit.ended(caller, peer, "renew", renewal.pause_request_id, GONE, time.monotonic() - began)
             raise
         answers = [
             EngineAnswer(engine.rank, engine.incarnation, answer)
@@ -408,16 +407,25 @@ class Operations:
         folded = fold("renew", renewal.pause_request_id, answers)
         took = time.monotonic() - began
         self._observer.operation("renew", "", folded.code.name, took)
-        ended: dict[str, Value] = {"code": folded.code.name, "reason": folded.reason, "message": folded.message}
-        self._end_audit(caller, peer, "renew", renewal.pause_request_id, ended)
+        self._audit.ended(caller, peer, "renew", renewal.pause_request_id, _ending(folded), took)
         return folded
 
 
-def arguments(wanted: Wanted, targets: Sequence[EngineBackend]) -> dict[str, Value]:
-    """What the audit log says of a request: every option that is not its default."""
-    found: dict[str, Value] = {"engines": [engine.rank for engine in targets]}
-    for name in wanted.mutation.__struct_fields__:
-        value = getattr(wanted.mutation, name)
-        if name not in ("call", "request_id", "deadline_ns") and value:
-            found[name] = value
-    return found
+def _refuse_when_late(wanted: Wanted, deadline: Deadline) -> None:
+    if deadline.passed():
+        raise failure(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "NOT_EXECUTED",
+            f"{wanted.kind} {wanted.request_id} came at its caller's deadline; nothing was asked of any engine",
+            metadata={"request_id": wanted.request_id, "execution": "NOT_EXECUTED"},
+        )
+
+
+def _said(engine: EngineBackend, task: asyncio.Task[Submitted]) -> Submitted:
+    if task.cancelled():
+        return Lost("not_executed", f"engine {engine.rank} was not reached in time, and will not run it")
+    return task.result()
+
+
+def _ending(folded: Folded) -> Ending:
+    return Ending(folded.code.name, folded.reason, folded.message)

@@ -11,14 +11,18 @@ import asyncio
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 from engine_bridge import protocol
 from sidecar.backends.engine import Answered, EngineBackend, Lost, Submitted
 from sidecar.replica.aggregate import EngineAnswer
 from sidecar.rpc.deadlines import Deadline
 
-UNDO_S = 5.0
+UNDO_S: Final = 5.0
 """Time for the ranks to resume, after the caller's own deadline if need be."""
+
+LAST_UNDO_S: Final = 1.0
+"""The same when this sidecar is about to end; the lease ends what is then left."""
 
 
 def may_be_paused(answer: EngineAnswer) -> bool:
@@ -30,13 +34,13 @@ def may_be_paused(answer: EngineAnswer) -> bool:
 
 
 async def undo(
-    request_id: str, answers: Mapping[str, EngineAnswer], engines: Mapping[str, EngineBackend]
+    request_id: str, answers: Mapping[str, EngineAnswer], engines: Mapping[str, EngineBackend], within_s: float
 ) -> dict[str, EngineAnswer]:
-    """Resume the ranks that are paused; their answers as they are now, by engine key."""
+    """Resume the ranks that are paused, within so many seconds; their answers as they are now, by engine key."""
     keys = [key for key, answer in answers.items() if may_be_paused(answer) and key in engines]
     resume_id = str(uuid.uuid5(uuid.UUID(request_id), "undo"))
     resume = protocol.Resume(0, resume_id, 0, pause_request_id=request_id)
-    deadline_ns = Deadline.after(UNDO_S).at_ns
+    deadline_ns = Deadline.after(within_s).at_ns
     resumed = await asyncio.gather(*(engines[key].submit(resume, deadline_ns) for key in keys))
     return {
         key: replace(answers[key], submitted=_undone(request_id, answers[key], submitted))

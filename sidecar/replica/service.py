@@ -270,7 +270,10 @@ def _cancelled(engine: EngineBackend, answer: protocol.Cancelled | Lost | Unreac
     )
     code = grpc.StatusCode.OK
     if isinstance(answer, Lost):
-        code, status.reason = grpc.StatusCode.DEADLINE_EXCEEDED, "OUTCOME_UNKNOWN"
+        code = grpc.StatusCode.DEADLINE_EXCEEDED
+        unknown = answer.execution == "unknown"
+        status.reason = "OUTCOME_UNKNOWN" if unknown else "NOT_EXECUTED"
+        status.execution = types_pb2.EXECUTION_UNKNOWN if unknown else types_pb2.EXECUTION_NOT_EXECUTED
     elif isinstance(answer, Unreachable):
         code, status.reason = grpc.StatusCode.UNAVAILABLE, answer.reason
     elif not answer.cancelled:

@@ -22,6 +22,7 @@ MAX_BUDGET_S: Final = 3600.0
 _LEAST_MARGIN_S: Final = 0.050
 _LARGEST_MARGIN_S: Final = 0.500
 _MARGIN_SHARE: Final = 0.05
+_LAST_WORDS_S: Final = 0.020
 
 
 class Timed(Protocol):
@@ -59,6 +60,11 @@ class Deadline:
     def passed(self) -> bool:
         """Whether it lies in the past."""
         return time.monotonic_ns() >= self.at_ns
+
+    def until_last_words(self) -> float:
+        """Seconds to wait for an outcome; the rest, 20 ms and at most a quarter of it, is for telling it."""
+        left = self.remaining()
+        return left - min(_LAST_WORDS_S, left / 4)
 
     def for_next_hop(self) -> Deadline:
         """What the next hop is given: this minus a margin of 5%, at least 50 ms, at most 500 ms."""

@@ -290,23 +290,27 @@ class BridgeEngine:
         began = time.monotonic_ns()
         patience = deadline_ns + _grace_ns(deadline_ns - began)
         sent = False
-        while True:
-            ready = await self._ready(patience)
-            if isinstance(ready, Unreachable):
-                return self._died() if sent else ready
-            if ready is None:
-                return self._lost(mutation, began, deadline_ns, sent=sent)
-            call = ready.next_call()
-            request = msgspec.structs.replace(mutation, call=call, deadline_ns=deadline_ns)
-            try:
-                reply = await ready.call(request, call, patience)
-            except NoAnswer as error:
-                return self._lost(mutation, began, deadline_ns, sent=sent or error.sent)
-            except ConnectionGone as error:
-                sent = sent or error.sent
-                await asyncio.sleep(0.01)  # let the keeper see the end before it is asked again
-                continue
-            return self._read_outcome(reply)
+        try:
+            while True:
+                ready = await self._ready(patience)
+                if isinstance(ready, Unreachable):
+                    return self._died() if sent else ready
+                if ready is None or (not sent and time.monotonic_ns() >= deadline_ns):
+                    return self._lost(mutation, began, deadline_ns, sent=sent)
+                call = ready.next_call()
+                request = msgspec.structs.replace(mutation, call=call, deadline_ns=deadline_ns)
+                before, sent = sent, True
+                try:
+                    return self._read_outcome(await ready.call(request, call, patience))
+                except NoAnswer as error:
+                    return self._lost(mutation, began, deadline_ns, sent=before or error.sent)
+                except ConnectionGone as error:
+                    sent = before or error.sent
+                    await asyncio.sleep(0.01)  # let the keeper see the end before it is asked again
+        except asyncio.CancelledError:
+            if not sent:
+                raise
+            return self._lost(mutation, began, deadline_ns, sent=True)
 
     async def renew(self, renewal: protocol.Renew, deadline_ns: int) -> Submitted:
         """See EngineBackend."""
@@ -338,6 +342,8 @@ class BridgeEngine:
             return ready
         if ready is None:
             return Lost("not_executed", f"{self._name} did not answer in time: {self._doing()}")
+        if time.monotonic_ns() >= deadline_ns:
+            return Lost("not_executed", f"{self._name} was not asked: there was no time left")
         call = ready.next_call()
         try:
             return await ready.call(build(call), call, deadline_ns)

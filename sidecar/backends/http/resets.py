@@ -9,6 +9,7 @@ the answer is UNKNOWN, the run goes on waiting in the background, and a lookup b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -90,6 +91,8 @@ class Resets:
         if run is not None and replayed and run.failed is not None and not run.sent:
             del self._runs[asked.request_id]  # nothing happened then, so it may be tried now
             run, replayed = None, False
+        if run is None and time.monotonic_ns() >= deadline_ns:
+            return Lost("not_executed", "the reset was not sent to vLLM: there was no time left")
         if run is None:
             other = next((r for r in self._runs.values() if not r.done), None)
             if other is not None:
@@ -99,7 +102,8 @@ class Resets:
             run = self._start(asked)
         assert run.task is not None
         left = max(deadline_ns - time.monotonic_ns(), 0) / 1e9
-        await asyncio.wait({run.task}, timeout=left)
+        with contextlib.suppress(asyncio.CancelledError):  # no longer waited for: as if its time had ended now
+            await asyncio.wait({run.task}, timeout=left)
         if not run.task.done():
             return await self._out_of_time(run)
         found = run.outcome(rank)
