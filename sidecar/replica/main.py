@@ -34,7 +34,7 @@ def main() -> int:
 
     try:
         if config.check:
-            sys.stdout.write(app.check(config) + "\n")
+            print(app.check(config))  # noqa: T201 - unlike write, it does nothing where stdout is closed
             return 0
         return app.run(config)
     except (ConfigError, ValueError) as error:
@@ -50,7 +50,7 @@ def _without_number(error: OSError) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"kvctl-sidecar: {message}\n")
+    print(f"kvctl-sidecar: {message}", file=sys.stderr)  # noqa: T201 - see above
     return code
 
 

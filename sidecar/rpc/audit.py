@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -21,7 +22,7 @@ import grpc
 from sidecar.rpc import tracing
 from sidecar.rpc.auth import Caller
 from sidecar.rpc.errors import failure
-from sidecar.rpc.logs import has_room
+from sidecar.rpc.logs import write_without_waiting
 
 STDOUT: Final = "-"
 
@@ -41,6 +42,8 @@ class AuditLog:
         """The last line was cut short by a full disk; the next one starts on a line of its own."""
         if target != STDOUT:
             self._open_first()
+        elif sys.stdout is None:  # its number is free then, and soon some other file has it
+            raise OSError(errno.EBADF, "--audit-log -: stdout is closed; leave it open, or give a file")
 
     def begin(self, caller: Caller, peer: str, operation: str, request_id: str, details: Mapping[str, object]) -> None:
         """Before the mutation. Failure INTERNAL when the line cannot be written."""
@@ -83,12 +86,15 @@ class AuditLog:
             line["trace_id"] = trace
         data = (json.dumps(line, ensure_ascii=True) + "\n").encode()
         self._follow_rotation()
-        if self._target == STDOUT and not has_room(self._fd):
+        data = b"\n" + data if self._torn else data
+        written = write_without_waiting(self._fd, data) if self._target == STDOUT else os.write(self._fd, data)
+        if written == len(data):
+            self._torn = False
+        elif written == 0:
             raise OSError(errno.EAGAIN, "the pipe is full, whoever should read it does not")
-        written = os.write(self._fd, b"\n" + data if self._torn else data) - self._torn
-        self._torn = written != len(data)
-        if self._torn:
-            raise OSError(errno.ENOSPC, "the line was cut short: no space left?")
+        else:
+            self._torn = True
+            raise OSError(errno.ENOSPC, "the line was cut short: no space left, or a pipe that nobody reads?")
 
     def _open_first(self) -> None:
         try:

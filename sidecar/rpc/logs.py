@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import select
 import sys
@@ -45,31 +46,49 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=True)
 
 
-def has_room(fd: int) -> bool:
-    """Whether a line can be written without waiting. A pipe that nobody reads would stop the whole event loop."""
+def write_without_waiting(fd: int, data: bytes) -> int:
+    """Write what there is room for now; returns how many bytes that was. OSError when it cannot be written at all.
+
+    A pipe that nobody reads would stop the whole event loop. Room in a pipe means room for PIPE_BUF bytes and no more,
+    so a longer line goes in pieces.
+    """
+    written = 0
+    while written < len(data) and _has_room(fd):
+        written += os.write(fd, data[written : written + select.PIPE_BUF])
+    return written
+
+
+def _has_room(fd: int) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     return bool(poll.poll(0))
 
 
 class _NeverWaiting(logging.StreamHandler[TextIO]):
-    """Drops a line rather than wait for whoever should read it."""
+    """Drops what there is no room for rather than wait for whoever should read it."""
+
+    _torn = False
+    """The last line was cut short; the next one starts on a line of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write it if there is room."""
-        if self._has_room():
-            super().emit(record)
-
-    def _has_room(self) -> bool:
+        """Write it as far as there is room."""
         try:
-            return has_room(self.stream.fileno())
+            fd = self.stream.fileno()
         except (OSError, ValueError):  # no descriptor behind it, or none any more: nobody to wait for
-            return True
+            super().emit(record)
+            return
+        try:
+            line = ("\n" if self._torn else "") + self.format(record) + self.terminator
+            data = line.encode("utf-8", "backslashreplace")
+            written = write_without_waiting(fd, data)
+            self._torn = written < len(data) if written else self._torn
+        except Exception:  # noqa: BLE001 - as all handlers of the standard library do: a log line raises nothing
+            self.handleError(record)
 
 
 def configure(log_format: Format, level: str) -> None:
-    """Send everything to stderr in this format."""
-    handler = _NeverWaiting(sys.stderr)
+    """Send everything to stderr in this format; nowhere when that is closed."""
+    handler: logging.Handler = _NeverWaiting(sys.stderr) if sys.stderr is not None else logging.NullHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else LogfmtFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -179,6 +179,21 @@ def test_settings_that_cannot_be_used_are_one_line_and_exit_code_two(arguments, 
     assert len(ended.stderr.splitlines()) == 1
 
 
+def test_a_closed_stdout_ends_the_start_and_not_the_first_mutation(engine_dir, tmp_path):
+    words = ["--engine-dir", str(engine_dir), "--listen", "127.0.0.1:0", "--metrics", "off"]
+    closing = ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *command(*words)]
+
+    def start(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*closing, *more], env=environment(), stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+
+    ended = start()
+    assert (ended.returncode, ended.stderr.count("\n")) == (4, 1)
+    assert "--audit-log -: stdout is closed" in ended.stderr
+    assert start("--check", "--audit-log", str(tmp_path / "audit")).returncode == 0
+
+
 def test_an_unreadable_token_file_names_path_and_uid(engine_dir, tmp_path):
     ended = run_to_end("--engine-dir", str(engine_dir), "--token-file", f"admin={tmp_path / 'absent'}")
     assert ended.returncode == 4
@@ -299,6 +314,29 @@ def test_a_draining_sidecar_takes_nothing_new_and_says_so(engine_dir, tmp_path, 
             engine.do("let_go")
             first.result(timeout=60)
         assert sidecar.process.wait(60) == 0
+    finally:
+        sidecar.end()
+
+
+def test_calls_that_outlast_the_grace_are_told_what_is_known_of_them(engine_dir, tmp_path, engine):
+    sidecar = SidecarProcess(engine_dir, tmp_path, "--grace", "500ms")
+    try:
+        sidecar.wait_ready()
+        engine.do("hold_at", point="before_effect")
+        request = api.ResetPrefixCacheRequest(running_requests=types.RUNNING_REQUESTS_KEEP)
+        renewal = api.RenewPauseRequest(pause_request_id=str(uuid.uuid4()), lease={"seconds": 5})
+        with sidecar.stub() as stub:
+            calls = [stub.ResetPrefixCache.future(request, timeout=60)]
+            engine.do("wait_held")
+            calls.append(stub.RenewPause.future(renewal, timeout=60))
+            wait_until(lambda: len(sidecar.audit()) == 2, 30)
+            assert sidecar.terminate() == 0
+            told = [errors.parse(call.exception(timeout=60)) for call in calls]
+        assert [(error.code, error.reason) for error in told] == [
+            (grpc.StatusCode.DEADLINE_EXCEEDED, "OUTCOME_UNKNOWN")
+        ] * 2
+        assert [error.metadata["execution"] for error in told] == ["UNKNOWN"] * 2
+        assert [line["reason"] for line in sidecar.audit() if line["audit"] == "end"] == ["OUTCOME_UNKNOWN"] * 2
     finally:
         sidecar.end()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
 import os
-from collections.abc import Iterator
+import select
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,3 +113,67 @@ def test_log_lines_go_where_no_descriptor_is(monkeypatch):
     logs.configure("logfmt", "info")
     logging.getLogger("tests.memory").info("kept")
     assert "msg=kept" in written.getvalue()
+
+
+@pytest.fixture
+def nearly_full_pipe() -> Iterator[tuple[int, int]]:
+    """Room for PIPE_BUF bytes: it counts as writable, and a longer write would wait for a reader."""
+    unread, into = os.pipe()
+    os.write(into, bytes(fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, 2 * select.PIPE_BUF) - select.PIPE_BUF))
+    yield unread, into
+    os.close(unread)
+    os.close(into)
+
+
+def without_waiting(work: Callable[[], object]) -> None:
+    """Fails when the work waits for somebody to read; the pipe's end with the test ends its thread."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive(), "it waits for a reader"
+
+
+def test_a_long_log_line_is_cut_rather_than_waited_for_and_the_next_one_is_whole(nearly_full_pipe, monkeypatch):
+    unread, into = nearly_full_pipe
+    monkeypatch.setattr("sys.stderr", os.fdopen(os.dup(into), "w", buffering=1))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logs.configure("logfmt", "info")
+    without_waiting(lambda: logging.getLogger("tests.long").info("long text=%s", "x" * 20_000))
+    cut = os.read(unread, 1 << 20)
+    assert b"msg=long" in cut
+    assert cut.endswith(b"xxx")
+    logging.getLogger("tests.long").info("the next")
+    assert os.read(unread, 4096).startswith(b"\ntime=")
+
+
+def test_a_long_audit_line_is_refused_rather_than_waited_for_and_the_next_one_is_whole(nearly_full_pipe):
+    audit = AuditLog("-", "r0")
+    unread, audit._fd = nearly_full_pipe
+    refusals: list[Failure] = []
+
+    def begin() -> None:
+        try:
+            audit.begin(Caller("local", Role.ADMIN), "", "reset", "1", {"targets": "x" * 20_000})
+        except Failure as error:
+            refusals.append(error)
+
+    without_waiting(begin)
+    assert "cut short" in refusals[0].message
+    os.read(unread, 1 << 20)
+    audit.begin(Caller("local", Role.ADMIN), "", "reset", "2", {})
+    torn, line, rest = os.read(unread, 4096).split(b"\n")
+    assert (torn, rest, json.loads(line)["request_id"]) == (b"", b"", "2")
+
+
+def test_a_closed_stdout_is_no_place_for_audit_lines(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.stdout", None)
+    code, told = started(monkeypatch, capsys, tmp_path)
+    assert (code, told) == (4, "kvctl-sidecar: --audit-log -: stdout is closed; leave it open, or give a file")
+    assert started(monkeypatch, capsys, tmp_path, "--audit-log", str(tmp_path / "audit"))[0] == 0
+
+
+def test_log_lines_go_nowhere_where_stderr_is_closed(monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logs.configure("logfmt", "info")
+    logging.getLogger("tests.closed").warning("nobody hears this")
