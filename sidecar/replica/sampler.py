@@ -43,7 +43,7 @@ _PROCESS: Final = {
     Liveness.DEAD: Process.GONE,
     Liveness.UNKNOWN: Process.UNREADABLE,
 }
-_NOT_YET: Final = frozenset({"ENGINE_STARTING", "NO_ENGINE"})
+_NOT_YET: Final = frozenset({"ENGINE_STARTING"})
 _REFUSED: Final = frozenset({"ENGINE_DEAD", "ENGINE_DIED_DURING_OPERATION"})
 
 

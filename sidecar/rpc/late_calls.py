@@ -24,7 +24,7 @@ from typing import Final
 
 import grpc
 
-from sidecar.rpc.errors import failure
+from sidecar.rpc.errors import Violation, failure
 
 INSTANCE_KEY: Final = "kvctl-instance"
 """Request: the server process that is meant. Answer: the one that answered. 32 hex digits."""
@@ -74,11 +74,13 @@ class Instance:
         if not text:
             return None
         if not meant or not (text.isascii() and text.isdigit() and len(text) <= 19):
+            wrong = f"must be nanoseconds of this server's clock and come with {INSTANCE_KEY}, found {text[:80]!r}"
             raise failure(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "INVALID_FIELD",
-                f"metadata {NOT_AFTER_KEY} must be nanoseconds of this server's clock and come with {INSTANCE_KEY}",
+                f"metadata {NOT_AFTER_KEY} {wrong}",
                 metadata={"field": NOT_AFTER_KEY},
+                violations=[Violation(NOT_AFTER_KEY, wrong)],
             )
         late_ns = time.monotonic_ns() - int(text)
         if late_ns >= 0:

@@ -199,6 +199,7 @@ async def test_an_instant_that_is_none_is_refused(text):
         with pytest.raises(errors.Failure) as raised:
             instance.check("/x", metadata)
         assert (raised.value.code, raised.value.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert [violation.field for violation in raised.value.violations] == [NOT_AFTER_KEY]
 
 
 async def test_every_answer_names_the_process_and_its_clock_also_a_refusal():

@@ -398,7 +398,8 @@ def test_a_missing_rank_that_is_expected_is_not_a_smaller_replica(bench):
     assert [engine.status.code for engine in error.result.engines] == [0, 14]
     with sidecar.stub() as stub:
         status = stub.AdmissionStatus(api.AdmissionStatusRequest(), timeout=30)
-        assert [engine.verdict for engine in status.engines] == [types.VERDICT_IDLE, types.VERDICT_STARTING]
+        assert [engine.verdict for engine in status.engines] == [types.VERDICT_IDLE, types.VERDICT_UNKNOWN]
+        assert "engine 1 has not appeared" in status.engines[1].explanation
         renewal = api.RenewPauseRequest(pause_request_id=str(uuid.uuid4()))
         renewal.lease.seconds = 5
         check = api.ResetPrefixCacheRequest(running_requests=KEEP, validate_only=True)

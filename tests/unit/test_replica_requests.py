@@ -122,3 +122,27 @@ def test_keep_for_a_weight_update_needs_quarantine():
     with pytest.raises(Failure, match="quarantine_running"):
         requests.read(api.ResetPrefixCacheRequest(**update))
     assert requests.read(api.ResetPrefixCacheRequest(**update, quarantine_running=True)).mutation.quarantine
+
+
+@pytest.mark.parametrize("text", [ID, ID.upper(), ID.replace("-", ""), f"{{{ID}}}", f"urn:uuid:{ID}"])
+def test_every_spelling_of_a_request_id_is_taken(text):
+    assert requests.read(api.RelieveAdmissionRequest(request_id=text)).request_id == ID
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x",
+        ID[:-1],
+        f"{ID}0",
+        f" {ID}",
+        ID.replace("-", "_"),
+        ID.replace("6", "\uff16"),
+        "+" + ID.replace("-", "")[1:],
+        "1_2" + ID.replace("-", "")[3:],
+        "\u0661" * 32,
+    ],
+)
+def test_what_only_looks_like_a_request_id_is_refused(text):
+    with pytest.raises(Failure, match="must be a UUID"):
+        requests.read(api.RelieveAdmissionRequest(request_id=text))
