@@ -20,9 +20,11 @@ import msgspec
 
 from sidecar.coordinator.discovery import DiscoveryError
 from sidecar.coordinator.discovery.kube_api import Api, ApiError
-from sidecar.operator.journal import path_of
+from sidecar.coordinator.port import JournalError
+from sidecar.operator import status
+from sidecar.operator.journal import StatusWriter, path_of
 from sidecar.operator.resource import Phase, Resource
-from sidecar.operator.run import NotToRun, Run, Surroundings
+from sidecar.operator.run import NotToRun, Run, Surroundings, now
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class Controller:
         self._runs: dict[str, Run] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._expiring: dict[str, asyncio.Task[None]] = {}
+        self._marking: set[asyncio.Task[None]] = set()
         self._ended: set[str] = set()
         """Uids that ended here: what the watch still tells of them may be older than that."""
         self._leading = False
@@ -83,7 +86,7 @@ class Controller:
     async def stop(self) -> None:
         """Drop everything at once; what is on record is enough for the next leader."""
         self._leading = False
-        tasks = [*self._tasks.values(), *self._expiring.values()]
+        tasks = [*self._tasks.values(), *self._expiring.values(), *self._marking]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -107,6 +110,7 @@ class Controller:
                 await run.cancel("the CacheOperation is being deleted")
             return
         if resource.finished:
+            self._observe(resource)
             self._expire(resource)
             return
         run = self._runs.get(uid)
@@ -177,8 +181,12 @@ class Controller:
                     f"{other.resource.metadata.name} runs on {shared} of the same pods; concurrencyPolicy is Forbid",
                 )
             run.admitted = True
-            for other, _ in in_the_way:
-                await other.cancel(f"replaced by {run.resource.metadata.name}")
+        if not in_the_way:
+            return
+        names = ", ".join(other.resource.metadata.name for other, _ in in_the_way)
+        await run.wait_for("Replacing", f"waits for the end of {names}, which it replaces")
+        for other, _ in in_the_way:
+            await other.cancel(f"replaced by {run.resource.metadata.name}")
         for other, _ in in_the_way:
             await other.done.wait()
 
@@ -188,6 +196,20 @@ class Controller:
         others = [other for other in self._runs.values() if other is not run and other.admitted and not other.ended]
         shared = [(other, len(other.plan.pods & mine) if other.plan else 0) for other in others]
         return [(other, count) for other, count in shared if count]
+
+    def _observe(self, resource: Resource) -> None:
+        """A change after the end runs nothing; who waits for its generation to be observed is told so."""
+        if resource.status.observed_generation < resource.metadata.generation:
+            task = asyncio.create_task(self._mark_observed(resource))
+            self._marking.add(task)
+            task.add_done_callback(self._marking.discard)
+
+    async def _mark_observed(self, resource: Resource) -> None:
+        writer = StatusWriter(self._around.api, resource, self._around.leads)
+        try:
+            await writer.write(status.changed_after_the_end(resource.status, now(), resource.metadata.generation))
+        except JournalError as error:
+            LOG.warning("%s: a change after the end is not marked as seen: %s", resource.key, error)
 
     def _expire(self, resource: Resource) -> None:
         """Delete it when its time after the end is over; the time may have changed since it was last seen."""

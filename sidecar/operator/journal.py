@@ -9,7 +9,7 @@ its status is not ours.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 from kvctl.v1 import fleet_pb2
@@ -18,6 +18,7 @@ from sidecar.coordinator.discovery import DiscoveryError
 from sidecar.coordinator.discovery.kube_api import Api, ApiError, MergePatch
 from sidecar.coordinator.port import JournalError
 from sidecar.operator import status
+from sidecar.operator.ended import EndedTargets
 from sidecar.operator.resource import GROUP, PLURAL, VERSION, Entry, Resource
 from sidecar.operator.status import Patch
 
@@ -108,12 +109,12 @@ class ResourceJournal:
     """coordinator.port.Journal over a resource's status. Also keeps what the status shows while it runs."""
 
     def __init__(
-        self, writer: StatusWriter, ledger: dict[str, Entry], results: dict[str, fleet_pb2.TargetResult]
+        self, writer: StatusWriter, ledger: dict[str, Entry], results: Mapping[str, fleet_pb2.TargetResult]
     ) -> None:
-        """`ledger` and `results` as they are on record; both are kept current here."""
+        """`ledger` as it is on record, kept current here; `results` of the targets that have ended already."""
         self._writer = writer
         self.ledger = ledger
-        self.results = results
+        self._ended = EndedTargets.of(ledger, results.values())
 
     async def intent(self, target: str, request_id: str, wave: int) -> None:
         """On record before the call."""
@@ -128,7 +129,7 @@ class ResourceJournal:
         entry = status.entry_of(result, kept.uid)
         entry.request_id, entry.unhealthy = result.request_id or kept.request_id, kept.unhealthy
         self.ledger[name] = entry
-        self.results[name] = result
+        self._ended.put(result, kept.uid)
         await self._writer.write({"ledger": {name: msgspec.to_builtins(entry)}, **self.shown()})
 
     async def unhealthy(self, target: str, why: str) -> None:
@@ -139,11 +140,4 @@ class ResourceJournal:
 
     def shown(self) -> Patch:
         """Counts, progress and rows as they are now."""
-        rows, omitted = status.bounded(
-            status.shown(row, self.ledger[name].uid) for name, row in self.results.items() if name in self.ledger
-        )
-        return {
-            **status.counts(list(self.results.values()), len(self.ledger)),
-            "results": msgspec.to_builtins(rows),
-            "resultsOmitted": omitted,
-        }
+        return self._ended.patch()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 
+import msgspec
 from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator import resolution
@@ -21,14 +22,15 @@ from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.discovery import Discovery, DiscoveryError
 from sidecar.coordinator.discovery.kube_api import Api
 from sidecar.coordinator.execution import Execution
-from sidecar.coordinator.fanout import GrpcReplicas
 from sidecar.coordinator.metrics import CoordinatorMetrics
 from sidecar.coordinator.port import Aim, JournalError, Recorded
 from sidecar.coordinator.rollout import PolicyError
 from sidecar.coordinator.selectors import SelectorError, read_targets
 from sidecar.operator import status
+from sidecar.operator.ended import EndedTargets
 from sidecar.operator.journal import ResourceJournal, StatusWriter
-from sidecar.operator.resource import Entry, Phase, Resource, operation_id, operation_spec
+from sidecar.operator.pods import PodReplicas
+from sidecar.operator.resource import Condition, Entry, Phase, Resource, operation_id, operation_spec
 from sidecar.operator.status import Patch
 
 LOG: Final = logging.getLogger(__name__)
@@ -101,11 +103,14 @@ class Run:
         self._around = around
         self._admit = admit
         self._writer = StatusWriter(around.api, resource, around.leads)
-        self._replicas: GrpcReplicas | None = None
+        self._replicas: PodReplicas | None = None
         self._cancelled = ""
         self._held = False
         self._shown: str = resource.status.phase
         """The phase that was written last, of Running and Suspended."""
+        self._waits_for = ""
+        """Whom or what the status says that it waits for."""
+        self._conditions_shown = resource.status.conditions or []
         self._ending = False
         """Whether the end is being written: nothing may write another phase after it."""
 
@@ -145,6 +150,20 @@ class Run:
             self._shown = phase
             await self._try_write({"phase": phase, **self._generation()})
 
+    async def wait_for(self, reason: str, message: str) -> None:
+        """Show that it has not begun. `reason`: CamelCase; `message` says whom or what it waits for."""
+        if message == self._waits_for:
+            return
+        patch: Patch = {
+            **self._generation(),
+            "operation": self.resource.spec.shown_as,
+            "phase": "Pending",
+            "message": message[: status.MAX_MESSAGE],
+            "conditions": self._conditions("Pending", message, reason),
+        }
+        if await self._try_write(patch):
+            self._waits_for = message
+
     async def go(self) -> Phase | None:
         """Run to the end. None when it did not end here: the resource is gone, or another process leads."""
         try:
@@ -159,7 +178,7 @@ class Run:
         try:
             return await self._go()
         except NotToRun as ending:
-            await self._finish(ending.phase, [], str(ending), reason=ending.reason)
+            await self._finish(ending.phase, str(ending), reason=ending.reason)
             return ending.phase
 
     # --- the way -------------------------------------------------------------------------------------------------
@@ -176,7 +195,7 @@ class Run:
         journal = ResourceJournal(self._writer, plan.ledger, plan.results)
         if not resumed:
             await self._put_plan_on_record(plan, journal)
-        self._replicas = GrpcReplicas(self._around.channels)
+        self._replicas = PodReplicas(self._around.channels, self._around.discovery)
         identity = operation_id(resource.metadata.uid, resource.spec.step)
         self.execution = Execution(
             identity,
@@ -201,8 +220,7 @@ class Run:
         plan.warnings.extend(self.execution.warnings)
         phase = status.final_phase(results.values(), incomplete=plan.incomplete)
         message = status.summary(phase, list(results.values()), len(plan.ledger))
-        journal.results = results
-        await self._finish(phase, list(results.values()), message, shown=journal.shown())
+        await self._finish(phase, message, shown=journal.shown())
         self._around.metrics.operation_ended(_ended(spec, phase))
         return phase
 
@@ -243,7 +261,7 @@ class Run:
             except DiscoveryError as error:
                 if self._cancelled:
                     raise NotToRun("Cancelled", "Cancelled", self._cancelled) from error
-                await self._try_write({"phase": "Pending", "message": str(error)[: status.MAX_MESSAGE]})
+                await self.wait_for("DiscoveryFailed", str(error))
                 await asyncio.sleep(_DISCOVERY_BACKOFF_S[min(attempt, len(_DISCOVERY_BACKOFF_S) - 1)])
                 attempt += 1
 
@@ -278,7 +296,7 @@ class Run:
                 "targetsIncomplete": plan.incomplete,
                 "warnings": _bounded(plan.warnings),
                 "ledger": {name: _builtins(entry) for name, entry in plan.ledger.items()},
-                "conditions": self._conditions(phase, message, incomplete=plan.incomplete),
+                "conditions": self._conditions(phase, message),
                 **journal.shown(),
             }
         )
@@ -287,22 +305,20 @@ class Run:
     async def _finish(
         self,
         phase: Phase,
-        results: Sequence[fleet_pb2.TargetResult],
         message: str,
         *,
         reason: str = "",
         shown: Patch | None = None,
     ) -> None:
         self._ending = True
-        incomplete = self.plan.incomplete if self.plan else False
         patch: Patch = {
             **self._generation(),
             "operation": self.resource.spec.shown_as,
             "phase": phase,
             "message": message[: status.MAX_MESSAGE],
             "completionTime": now(),
-            "conditions": self._conditions(phase, message, incomplete=incomplete),
-            **(shown if shown is not None else status.counts(results, len(results))),
+            "conditions": self._conditions(phase, message),
+            **(shown if shown is not None else EndedTargets(0).patch()),
         }
         if self.plan:
             patch["warnings"] = _bounded(self.plan.warnings)
@@ -324,8 +340,12 @@ class Run:
     def _generation(self) -> Patch:
         return {"observedGeneration": self.resource.metadata.generation}
 
-    def _conditions(self, phase: Phase, message: str, *, incomplete: bool) -> list[status.Json]:
-        return status.conditions(phase, message, now(), self.resource.metadata.generation, incomplete)
+    def _conditions(self, phase: Phase, message: str, reason: str = "") -> list[status.Json]:
+        incomplete = self.plan.incomplete if self.plan else None
+        generation, was = self.resource.metadata.generation, self._conditions_shown
+        told = status.conditions(phase, message, now(), generation, incomplete, was, reason)
+        self._conditions_shown = msgspec.convert(told, type=list[Condition])
+        return told
 
     def _changed(self, row: fleet_pb2.TargetResult) -> None:
         if row.outcome != fleet_pb2.TARGET_OUTCOME_RUNNING and self.execution is not None:
@@ -335,16 +355,19 @@ class Run:
     async def _announce(self, kind: str, reason: str, message: str) -> None:
         await self._around.announce(self.resource, kind, reason, message)
 
-    async def _try_write(self, patch: Patch) -> None:
-        """For what is only shown; what must be on record goes through the journal."""
+    async def _try_write(self, patch: Patch) -> bool:
+        """For what is only shown; what must be on record goes through the journal. Whether it is shown."""
         try:
             await self._writer.write(patch)
         except JournalError as error:
             LOG.warning("%s: not shown: %s", self.resource.key, error)
+            return False
+        return True
 
 
 def _callable(entry: Entry) -> bool:
-    return bool(entry.request_id) or not entry.outcome
+    """Not for one that was set apart. One that could not be reached was to be called, and counts as a failure."""
+    return bool(entry.request_id) or entry.outcome not in ("Skipped", "Cancelled")
 
 
 def _builtins(entry: Entry) -> Patch:

@@ -13,7 +13,7 @@ from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator import outcomes
 from sidecar.coordinator.port import Aim, Recorded
-from sidecar.operator.resource import Entry, Phase, Row
+from sidecar.operator.resource import Condition, Entry, Phase, Row, Status
 
 MAX_RESULTS: Final = 100
 MAX_MESSAGE: Final = 512
@@ -33,7 +33,7 @@ _NAMES: Final = {
     fleet_pb2.TARGET_OUTCOME_CANCELLED: "Cancelled",
 }
 _OUTCOMES: Final = {name: outcome for outcome, name in _NAMES.items()}
-_ORDER: Final = ("Failed", "Unknown", "Unreachable", "Cancelled", "Skipped", "Succeeded")
+ORDER: Final = ("Failed", "Unknown", "Unreachable", "Cancelled", "Skipped", "Succeeded")
 _PHASES: Final[dict[int, Phase]] = {
     fleet_pb2.OPERATION_STATE_SUCCEEDED: "Succeeded",
     fleet_pb2.OPERATION_STATE_PARTIAL: "Partial",
@@ -106,53 +106,65 @@ def final_phase(results: Iterable[fleet_pb2.TargetResult], *, incomplete: bool) 
     return _PHASES[outcomes.final_state(operation)]
 
 
-def counts(results: Sequence[fleet_pb2.TargetResult], total: int) -> Patch:
-    """status.counts and status.progress."""
-    found = outcomes.count(results)
-    return {
-        "counts": {
-            "total": total,
-            "succeeded": found.succeeded,
-            "failed": found.failed,
-            "unreachable": found.unreachable,
-            "unknown": found.unknown,
-            "skipped": found.skipped,
-            "cancelled": found.cancelled,
-        },
-        "progress": f"{len(results)}/{total}",
-    }
-
-
-def bounded(rows: Iterable[Row]) -> tuple[list[Row], int]:
-    """At most MAX_RESULTS rows, those that did not succeed first, and how many were left out."""
-    ordered = sorted(rows, key=lambda row: (_ORDER.index(row.outcome), row.replica))
-    return ordered[:MAX_RESULTS], max(0, len(ordered) - MAX_RESULTS)
-
-
 def summary(phase: Phase, results: Sequence[fleet_pb2.TargetResult], total: int) -> str:
     """One sentence for `kubectl get -o wide`: the first thing that went wrong, or that nothing did."""
     bad = [row for row in results if row.outcome != fleet_pb2.TARGET_OUTCOME_SUCCEEDED]
     if not bad:
         return f"all {total} targets succeeded"
-    bad.sort(key=lambda row: (_ORDER.index(_NAMES[row.outcome]), row.replica))
+    bad.sort(key=lambda row: (ORDER.index(_NAMES[row.outcome]), row.replica))
     first = bad[0]
     what = first.message or first.reason or first.code
     return f"{len(results) - len(bad)} of {total} targets succeeded; {first.replica}: {what}"[:MAX_MESSAGE]
 
 
-def conditions(phase: Phase, message: str, now: str, generation: int, incomplete: bool) -> list[Json]:
-    """Complete and Succeeded, for `kubectl wait --for=condition=Complete`."""
-    ended, message = phase not in ("Pending", "Running", "Suspended"), message[:MAX_MESSAGE]
+def conditions(
+    phase: str,
+    message: str,
+    now: str,
+    generation: int,
+    incomplete: bool | None,
+    was: Sequence[Condition] | None = None,
+    reason: str = "",
+) -> list[Json]:
+    """Complete and Succeeded, for `kubectl wait --for=condition=Complete`.
+
+    `incomplete`: whether discovery may have missed targets, None before it was asked. `was`: the conditions on record,
+    of which one that does not change keeps the time at which it began. `reason`: why it has not begun, where the phase
+    does not say it.
+    """
+    ended = phase not in ("Pending", "Running", "Suspended")
     succeeded = "Unknown" if not ended else "True" if phase == "Succeeded" else "False"
-    common: Patch = {"lastTransitionTime": now, "observedGeneration": generation}
-    return [
-        {"type": "Complete", "status": "True" if ended else "False", "reason": phase, "message": message, **common},
-        {"type": "Succeeded", "status": succeeded, "reason": phase, "message": message, **common},
-        {
-            "type": "TargetsComplete",
-            "status": "False" if incomplete else "True",
-            "reason": "DiscoveryIncomplete" if incomplete else "AllSeen",
-            "message": "discovery may have missed targets" if incomplete else "",
-            **common,
-        },
+    since = {(one.type, one.status): one.last_transition_time for one in was or ()}
+
+    def one(kind: str, value: str, why: str, text: str) -> Json:
+        return {
+            "type": kind,
+            "status": value,
+            "reason": why,
+            "message": text[:MAX_MESSAGE],
+            "lastTransitionTime": since.get((kind, value)) or now,
+            "observedGeneration": generation,
+        }
+
+    told = [
+        one("Complete", "True" if ended else "False", reason or phase, message),
+        one("Succeeded", succeeded, reason or phase, message),
     ]
+    if incomplete:
+        told.append(one("TargetsComplete", "False", "DiscoveryIncomplete", "discovery may have missed targets"))
+    elif incomplete is not None:
+        told.append(one("TargetsComplete", "True", "AllSeen", ""))
+    return told
+
+
+def changed_after_the_end(was: Status, now: str, generation: int) -> Patch:
+    """What is written when a spec was changed after the end: that it was seen, and that nothing follows from it."""
+    note = "changed after the end: nothing is run again"
+    told = f"{was.message[: MAX_MESSAGE - len(note) - 2]}; {note}" if was.message else note
+    resolved = any(one.type == "TargetsComplete" for one in was.conditions or ())
+    incomplete = was.targets_incomplete if resolved else None
+    told_at = was.completion_time or now
+    return {
+        "observedGeneration": generation,
+        "conditions": conditions(was.phase, told, told_at, generation, incomplete, was.conditions),
+    }

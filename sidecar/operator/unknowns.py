@@ -17,12 +17,13 @@ import msgspec
 from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator.attempt import settled
-from sidecar.coordinator.fanout import GrpcReplicas
 from sidecar.coordinator.port import Aim, Answer, JournalError, Replicas
 from sidecar.coordinator.retry import outcome_unknown
 from sidecar.coordinator.unknowns import ASK_EVERY_S, ASK_FOR_S, ASK_TIMEOUT_S
 from sidecar.operator import status
-from sidecar.operator.journal import ResourceJournal, StatusWriter
+from sidecar.operator.ended import EndedTargets
+from sidecar.operator.journal import StatusWriter
+from sidecar.operator.pods import PodReplicas
 from sidecar.operator.resource import Resource
 from sidecar.operator.run import Surroundings, now
 from sidecar.operator.status import Patch
@@ -35,7 +36,7 @@ class Unknowns:
 
     def __init__(self, around: Surroundings, replicas: Replicas | None = None) -> None:
         self._around = around
-        self._replicas = replicas or GrpcReplicas(around.channels)
+        self._replicas = replicas or PodReplicas(around.channels, around.discovery)
         self._open: dict[str, Resource] = {}
 
     def seen(self, resource: Resource) -> None:
@@ -105,18 +106,19 @@ class Unknowns:
             entry = status.entry_of(results[name], ledger[name].uid)
             entry.unhealthy = ledger[name].unhealthy
             ledger[name] = entry
-        incomplete = was.targets_incomplete
+        incomplete, generation = was.targets_incomplete, resource.metadata.generation
         phase = status.final_phase(results.values(), incomplete=incomplete)
         message = status.summary(phase, list(results.values()), len(ledger))
         told = f"{', '.join(learned[:3])}{', ...' if len(learned) > 3 else ''}: the outcome became known after the end"
         writer = StatusWriter(self._around.api, resource, self._around.leads)
         patch: Patch = {
-            **ResourceJournal(writer, ledger, results).shown(),
+            **EndedTargets.of(ledger, results.values()).patch(),
             # A merge patch keeps what it does not name: what is no longer so is named.
             "ledger": {name: {"code": "", "reason": "", **msgspec.to_builtins(ledger[name])} for name in learned},
             "phase": phase,
             "message": message,
-            "conditions": status.conditions(phase, message, now(), resource.metadata.generation, incomplete),
+            "observedGeneration": generation,
+            "conditions": status.conditions(phase, message, now(), generation, incomplete, was.conditions),
             "warnings": [*(was.warnings or [])[: status.MAX_WARNINGS - 1], told[: status.MAX_MESSAGE]],
         }
         await writer.write(patch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from apiserver import ApiServer, Refused, serving
@@ -13,6 +14,7 @@ from sidecar.coordinator.discovery.kube_access import Access
 from sidecar.coordinator.discovery.kube_api import Api
 from sidecar.coordinator.port import JournalError
 from sidecar.operator import status
+from sidecar.operator.ended import EndedTargets
 from sidecar.operator.journal import ResourceJournal, StatusWriter
 from sidecar.operator.lease import Election, Timing
 from sidecar.operator.resource import Entry, Resource, Row, read
@@ -186,12 +188,51 @@ async def test_a_write_that_fails_tells_everyone_who_waited_for_it(api: ApiServe
 # --- status ----------------------------------------------------------------------------------------------------------
 
 
+def outcome(replica: str, word: str = "SUCCEEDED") -> fleet_pb2.TargetResult:
+    return fleet_pb2.TargetResult(replica=replica, outcome=fleet_pb2.TargetOutcome.Value(f"TARGET_OUTCOME_{word}"))
+
+
 def test_results_are_bounded_and_what_went_wrong_comes_first() -> None:
-    rows = [Row(f"p{n:04}", "Succeeded") for n in range(500)] + [Row("bad", "Failed"), Row("lost", "Unknown")]
-    kept, omitted = status.bounded(rows)
-    assert len(kept) == status.MAX_RESULTS
-    assert [row.replica for row in kept[:2]] == ["bad", "lost"]
-    assert omitted == 502 - status.MAX_RESULTS
+    ended = EndedTargets(600)
+    for result in [*(outcome(f"p{n:04}") for n in range(500)), outcome("lost", "UNKNOWN"), outcome("bad", "FAILED")]:
+        ended.put(result, "uid")
+    patch: dict[str, Any] = ended.patch()
+    assert len(patch["results"]) == status.MAX_RESULTS
+    assert [row["replica"] for row in patch["results"][:3]] == ["bad", "lost", "p0000"]
+    assert patch["resultsOmitted"] == 502 - status.MAX_RESULTS
+    assert patch["progress"] == "502/600"
+    counts = {"total": 600, "succeeded": 500, "failed": 1, "unknown": 1}
+    assert patch["counts"] == {**counts, "unreachable": 0, "skipped": 0, "cancelled": 0}
+
+
+def test_a_target_that_is_known_better_afterwards_has_one_row_and_counts_once() -> None:
+    ended = EndedTargets(2)
+    for result in (outcome("p0", "UNKNOWN"), outcome("p1"), outcome("p0")):
+        ended.put(result, "uid")
+    patch: dict[str, Any] = ended.patch()
+    assert [(row["replica"], row["outcome"]) for row in patch["results"]] == [("p0", "Succeeded"), ("p1", "Succeeded")]
+    assert (patch["counts"]["succeeded"], patch["counts"]["unknown"]) == (2, 0)
+    assert patch["progress"] == "2/2"
+
+
+async def test_recording_an_end_costs_one_row_however_many_have_ended_before(
+    api: ApiServer, client: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def counted(result: fleet_pb2.TargetResult, uid: str) -> Row:
+        made.append(result.replica)
+        return shown(result, uid)
+
+    shown = status.shown
+    monkeypatch.setattr(status, "shown", counted)
+    names = [f"p{number}" for number in range(300)]
+    journal = ResourceJournal(
+        StatusWriter(client, await resource(api), lambda: True), {name: Entry(f"uid-{name}") for name in names}, {}
+    )
+    await asyncio.gather(*(journal.result(outcome(name)) for name in names))
+    assert len(made) == len(names)
+    assert api.get("cacheoperations", "wipe")["status"]["counts"]["succeeded"] == 300
 
 
 def test_a_long_message_is_cut_and_not_dropped() -> None:

@@ -1,0 +1,135 @@
+"""Replicas that are pods: none is spoken to in the name of another one.
+
+A pod that goes gives its address back, and the next pod may get it while an operation still has the address in its
+plan: in a later wave, or when it goes on after the operator was away. The plan has the uid of each pod, so before each
+call the pod is looked up among those that discovery has now, which costs nothing while its watch is current. A sidecar
+that tells the uid of its pod (the manifests have it do so) is told apart also when the watch is a moment behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kvctl.v1 import fleet_pb2, types_pb2
+
+from sidecar.coordinator import outcomes, resolution
+from sidecar.coordinator.channels import Channels
+from sidecar.coordinator.discovery import Discovery, DiscoveryError
+from sidecar.coordinator.fanout import GrpcReplicas
+from sidecar.coordinator.outcomes import Failure
+from sidecar.coordinator.port import Aim, Answer, Asked, Health
+from sidecar.coordinator.targets import Target
+
+POD_UID: Final = "pod-uid"
+"""Label by which a sidecar tells the uid of its pod (deploy/kustomize/components/sidecar)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pods:
+    """Which pod is where, by one look at discovery."""
+
+    uids: frozenset[str]
+    owners: Mapping[str, Target]
+    """Address -> the ready pod that has it now."""
+
+    @classmethod
+    def of(cls, targets: Iterable[Target]) -> Pods:
+        """Of all targets there are."""
+        found = tuple(targets)
+        return cls(
+            frozenset(target.identity for target in found),
+            {target.address: target for target in found if not target.not_ready},
+        )
+
+    def replaced(self, aim: Aim) -> str:
+        """Why the pod that is meant is not at its address any more; empty when it is, or has no uid."""
+        if not aim.identity:
+            return ""
+        who = f"the pod {aim.name} (uid {aim.identity[:8]})"
+        if aim.identity not in self.uids:
+            return f"{who} is gone, and its address {aim.address} may be another pod's"
+        owner = self.owners.get(aim.address)
+        if owner is not None and owner.identity not in ("", aim.identity):
+            return f"{who} has left its address {aim.address}, which the pod {owner.name} has now"
+        return ""
+
+
+class PodReplicas(GrpcReplicas):
+    """Replicas reached through channels, each looked up by its pod's uid before it is called or asked."""
+
+    def __init__(self, channels: Channels, discovery: Discovery) -> None:
+        super().__init__(channels)
+        self._discovery = discovery
+        self._seen: tuple[Target, ...] | None = None
+        self._pods = Pods.of(())
+
+    async def identify(self, aim: Aim, timeout_s: float) -> str | Answer:
+        """As GrpcReplicas; a pod that is gone, or has become another one, is not called."""
+        started = time.monotonic()
+        try:
+            why = await self._replaced(aim, timeout_s)
+        except DiscoveryError as error:
+            text = f"not called, because it cannot be told whether its pod is still there: {error}"
+            return Answer(outcomes.of_failure(Failure("UNAVAILABLE", outcomes.REPLICA_UNREACHABLE, text), sent=False))
+        if why:
+            return _not_called(aim, why)
+        who = await super().identify(aim, _left_s(started, timeout_s))
+        info = self._identities.get(aim.address)
+        told = info.labels.get(POD_UID, "") if info is not None else ""
+        if isinstance(who, Answer) or not aim.identity or told in ("", aim.identity):
+            return who
+        return _not_called(aim, f"the sidecar of another pod (uid {told[:8]}) answers at {aim.address}")
+
+    async def ask(self, aim: Aim, request_id: str, timeout_s: float) -> Asked:
+        """As GrpcReplicas; a pod that is gone cannot be asked, and another one has nothing to say for it."""
+        started = time.monotonic()
+        why = await self._doubt(aim, timeout_s)
+        if not why:
+            return await super().ask(aim, request_id, _left_s(started, timeout_s))
+        lost = fleet_pb2.TargetResult(
+            outcome=fleet_pb2.TARGET_OUTCOME_UNKNOWN,
+            code="UNAVAILABLE",
+            reason=outcomes.OUTCOME_UNKNOWN,
+            message=f"it cannot be asked whether the call was executed: {why}",
+            execution=types_pb2.EXECUTION_UNKNOWN,
+        )
+        return Asked(None, Answer(lost))
+
+    async def health(self, aim: Aim, spec: fleet_pb2.OperationSpec, timeout_s: float) -> Health:
+        """As GrpcReplicas; how another pod is says nothing."""
+        started = time.monotonic()
+        why = await self._doubt(aim, timeout_s)
+        return Health(False, why) if why else await super().health(aim, spec, _left_s(started, timeout_s))
+
+    async def _doubt(self, aim: Aim, timeout_s: float) -> str:
+        """Why it may not be the pod that is meant that would answer; empty when it is."""
+        try:
+            return await self._replaced(aim, timeout_s)
+        except DiscoveryError as error:
+            return f"it cannot be told whether its pod is still there: {error}"
+
+    async def _replaced(self, aim: Aim, timeout_s: float) -> str:
+        """See `Pods.replaced`. DiscoveryError when nothing can be said."""
+        if not aim.identity:
+            return ""
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = (await self._discovery.targets()).targets
+        except TimeoutError as error:
+            raise DiscoveryError(f"{self._discovery.describe()}: no answer within {timeout_s:.1f} s") from error
+        if found is not self._seen:
+            self._seen, self._pods = found, Pods.of(found)
+        return self._pods.replaced(aim)
+
+
+def _not_called(aim: Aim, why: str) -> Answer:
+    row = resolution.skipped(aim.name, aim.address, outcomes.TARGET_NOT_READY, f"not called: {why}")
+    return Answer(row)
+
+
+def _left_s(started: float, timeout_s: float) -> float:
+    return max(timeout_s - (time.monotonic() - started), 0.001)

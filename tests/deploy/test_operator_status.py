@@ -1,0 +1,106 @@
+"""What the status of a CacheOperation says before it begins, while it waits, and when it is changed after its end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from apiserver import Refused
+from cluster import KEEP, Cluster, gate
+
+from sidecar.operator.resource import read
+
+ROLLING = {**KEEP, "rollout": {"strategy": "Rolling", "maxUnavailable": 1}}
+
+
+def conditions(status: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {one["type"]: one for one in status["conditions"]}
+
+
+async def test_one_that_replaces_another_says_whom_it_waits_for(cluster: Cluster) -> None:
+    reached, go = gate(cluster, 1)
+    async with cluster.operator():
+        await cluster.apply("first", ROLLING)
+        await asyncio.wait_for(reached.wait(), 40)
+        await cluster.apply("second", {**KEEP, "concurrencyPolicy": "Replace"})
+        await cluster.api.until(lambda: cluster.status("second").get("phase") == "Pending")
+        waiting = cluster.status("second")
+        go.set()
+        assert (await cluster.finished("second"))["phase"] == "Succeeded"
+    assert waiting["operation"] == "Reset Keep"
+    assert waiting["message"] == "waits for the end of first, which it replaces"
+    complete = conditions(waiting)["Complete"]
+    assert (complete["status"], complete["reason"]) == ("False", "Replacing")
+    assert "first" in complete["message"]
+    assert waiting["observedGeneration"] == 1
+
+
+async def test_discovery_in_trouble_is_a_condition_and_the_targets_are_not_called_complete(cluster: Cluster) -> None:
+    async def no_pods(_method: str, path: str) -> None:
+        if "/pods" in path:
+            raise Refused(503, "ServiceUnavailable", "etcd has no leader")
+
+    cluster.api.faults = no_pods
+    async with cluster.operator():
+        await cluster.apply("wipe", KEEP)
+        await cluster.api.until(lambda: cluster.status("wipe").get("phase") == "Pending")
+        told = conditions(cluster.status("wipe"))
+        assert told["Complete"]["reason"] == "DiscoveryFailed"
+        assert "etcd has no leader" in told["Complete"]["message"]
+        assert "TargetsComplete" not in told, "nobody has seen any target yet"
+        cluster.api.faults = None
+        assert conditions(await cluster.finished("wipe"))["TargetsComplete"]["status"] == "True"
+
+
+async def test_a_change_after_the_end_is_observed_and_runs_nothing_again(cluster: Cluster) -> None:
+    async with cluster.operator():
+        await cluster.apply("wipe", KEEP)
+        before = conditions(await cluster.finished("wipe"))
+        await cluster.told("Succeeded")
+        for change in ({"suspend": True}, {"suspend": False}, {"cancel": True}, {"ttlSecondsAfterFinished": 3600}):
+            await cluster.api.merge("cacheoperations", "wipe", {"spec": change})
+            generation = cluster.api.get("cacheoperations", "wipe")["metadata"]["generation"]
+            await cluster.api.until(
+                lambda wanted=generation: cluster.status("wipe")["observedGeneration"] == wanted  # type: ignore[misc]
+            )
+        status = cluster.status("wipe")
+    after = conditions(status)
+    assert generation == 5
+    assert status["phase"] == "Succeeded"
+    assert "nothing is run again" in after["Complete"]["message"]
+    assert {kind: one["status"] for kind, one in after.items()} == {kind: one["status"] for kind, one in before.items()}
+    assert {one["observedGeneration"] for one in after.values()} == {5}
+    for kind, one in after.items():
+        assert one["lastTransitionTime"] == before[kind]["lastTransitionTime"], "nothing has changed but the generation"
+    assert cluster.effects() == [1, 1, 1, 1]
+
+
+async def test_a_change_after_the_end_while_no_operator_ran_is_observed_by_the_next(cluster: Cluster) -> None:
+    async with cluster.operator():
+        await cluster.apply("wipe", KEEP)
+        await cluster.finished("wipe")
+        await cluster.told("Succeeded")
+    await cluster.api.merge("cacheoperations", "wipe", {"spec": {"cancel": True}})
+    async with cluster.operator():
+        await cluster.api.until(lambda: cluster.status("wipe")["observedGeneration"] == 2)
+    assert read(cluster.api.get("cacheoperations", "wipe")).status.phase == "Succeeded"
+    assert cluster.effects() == [1, 1, 1, 1]
+
+
+async def test_a_condition_keeps_the_time_of_its_last_change(cluster: Cluster) -> None:
+    from sidecar.operator.resource import Condition
+    from sidecar.operator.status import conditions as told_by
+
+    was = [
+        Condition("Complete", "False", "2026-01-01T00:00:00Z"),
+        Condition("TargetsComplete", "True", "2026-01-01T00:00:00Z"),
+    ]
+    told = {
+        one["type"]: one["lastTransitionTime"]
+        for one in told_by("Succeeded", "", "2026-01-02T00:00:00Z", 1, False, was)
+    }
+    assert told == {
+        "Complete": "2026-01-02T00:00:00Z",
+        "Succeeded": "2026-01-02T00:00:00Z",
+        "TargetsComplete": "2026-01-01T00:00:00Z",
+    }
