@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from typing import Final, TypeVar
@@ -20,7 +21,7 @@ from kvctl.v1 import fleet_pb2, fleet_pb2_grpc
 from sidecar.client.reach import OnProgress, checked_id, given_id
 from sidecar.coordinator import calls, outcomes
 from sidecar.coordinator.outcomes import Failure
-from sidecar.rpc import addresses, channels
+from sidecar.rpc import addresses, channels, late_calls
 from sidecar.rpc.channels import NO_SECURITY, ClientSecurity
 
 CALL_TIMEOUT_S: Final = 15.0
@@ -86,12 +87,29 @@ class CoordinatorReach:
         request = fleet_pb2.StartOperationRequest(operation_id=checked_id(operation_id), spec=spec)
         within_s = min(calls.seconds(spec.timeout) or CALL_TIMEOUT_S, CALL_TIMEOUT_S)
         await self._unless_stopped(self._connected(within_s), NotStarted())
+        bound = await self._unless_stopped(self._not_after(request.operation_id), NotStarted())
         try:
-            starting = self._stub.StartOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
+            metadata = (*self._metadata(), *bound)
+            starting = self._stub.StartOperation(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
             started = await self._unless_stopped(starting, Detached(request.operation_id, started=False))
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from error
-        return await self.follow(started.operation.operation_id, on_progress)
+        ended = await self.follow(started.operation.operation_id, on_progress)
+        ended.warnings.extend(text for text in started.operation.warnings if text not in ended.warnings)
+        return ended
+
+    async def _not_after(self, operation_id: str) -> tuple[tuple[str, str], ...]:
+        """Metadata by which the coordinator does not begin a call that the network held up for longer than its time.
+
+        Its clock comes with every answer, also with the usual one here: that nothing is known of this id.
+        """
+        sent_ns = time.monotonic_ns()
+        request = fleet_pb2.FleetAdminGetOperationRequest(operation_id=operation_id)
+        asking = self._stub.GetOperation(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata())
+        await asking.code()
+        heard_ns = time.monotonic_ns()
+        known = late_calls.learn(await asking.trailing_metadata(), sent_ns, heard_ns)
+        return known.metadata(heard_ns + int(CALL_TIMEOUT_S * 1e9)) if known else ()
 
     async def follow(self, operation_id: str, on_progress: OnProgress | None = None) -> fleet_pb2.FleetOperation:
         """Watch an operation to its end and return it whole. Detached after `stop`."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,13 @@ import pytest
 from kvctl.v1 import fleet_pb2, fleet_pb2_grpc
 from test_cli_coordinator import start
 
-from sidecar.client.remote import CoordinatorError, CoordinatorReach, Detached
+from sidecar.client.remote import CALL_TIMEOUT_S, CoordinatorError, CoordinatorReach, Detached
+from sidecar.rpc import addresses
+from sidecar.rpc.auth import Authorizer, Role
+from sidecar.rpc.errors import failure
+from sidecar.rpc.late_calls import INSTANCE_KEY, NOT_AFTER_KEY, Instance
+from sidecar.rpc.server import ServerSettings
+from sidecar.rpc.serving import Serving
 
 ALL = fleet_pb2.Targets(all=True)
 
@@ -126,3 +133,37 @@ async def test_a_stop_before_the_start_is_confirmed_names_the_operation_that_may
         with pytest.raises(Detached) as left:
             await asyncio.wait_for(running, 30)
     assert (left.value.operation_id, left.value.started) == (operation_id, False)
+
+
+class Strict(fleet_pb2_grpc.FleetAdminServicer):
+    """Knows no operation, and takes none."""
+
+    def __init__(self) -> None:
+        self.metadata: dict[str, str] = {}
+
+    async def GetOperation(self, request, context):  # noqa: N802
+        raise failure(grpc.StatusCode.NOT_FOUND, "OPERATION_NOT_FOUND", "none of that id")
+
+    async def StartOperation(self, request, context):  # noqa: N802
+        self.metadata = dict(context.invocation_metadata())
+        raise failure(grpc.StatusCode.UNAVAILABLE, "SERVER_STOPPING", "not now")
+
+
+async def test_a_start_names_the_coordinator_that_is_meant_and_the_instant_after_which_it_must_not_begin() -> None:
+    strict = Strict()
+    rules = {f"/kvctl.v1.FleetAdmin/{method}": Role.VIEWER for method in ("GetOperation", "StartOperation")}
+    settings = ServerSettings([addresses.parse_listen("127.0.0.1:0")], Authorizer(rules))
+    instance = Instance.new()
+    server = Serving(settings, [lambda into: fleet_pb2_grpc.add_FleetAdminServicer_to_server(strict, into)], instance)
+    (bound,) = server.bind()
+    await server.start()
+    reach = CoordinatorReach(str(bound))
+    began_ns = time.monotonic_ns()
+    try:
+        with pytest.raises(CoordinatorError, match="not now"):
+            await reach.run(fleet_pb2.OperationSpec(targets=ALL))
+    finally:
+        await reach.close()
+        await server.stop(0)
+    assert strict.metadata[INSTANCE_KEY] == instance.id
+    assert began_ns < int(strict.metadata[NOT_AFTER_KEY]) < time.monotonic_ns() + CALL_TIMEOUT_S * 1e9
