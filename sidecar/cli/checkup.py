@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from kvctl.v1 import fleet_pb2, types_pb2
+from rich.console import Console
 
 from engine_bridge import __version__
 from engine_bridge.protocol import default_engine_dir
@@ -54,20 +55,23 @@ def print_findings(findings: list[Finding], form: str) -> Exit:
     if form == "json":
         output.write(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
     else:
-        made = style.table("", "WHAT", "FOUND")
-        for finding in sorted(findings, key=lambda finding: _PLACES[finding.level]):
-            text = finding.found + (f" -> {finding.advice}" if finding.advice else "")
-            made.add_row(
-                style.words(finding.level, _TONES[finding.level]), style.words(finding.subject), style.words(text)
-            )
-        output.show(lambda console: console.print(made))
-        warnings = sum(finding.level == "warning" for finding in findings)
-        output.write(f"{style.count(len(findings), 'check')}: {len(wrong)} wrong, {style.count(warnings, 'warning')}\n")
+        output.show(lambda console: print_table(console, findings))
     if not wrong:
         return Exit.SUCCEEDED
     replicas = [finding for finding in findings if finding.subject.startswith("replica ")]
     lost = [finding for finding in replicas if finding.unreachable]
     return Exit.UNREACHABLE if any(f.unreachable for f in findings) and len(lost) == len(replicas) else Exit.FAILED
+
+
+def print_table(console: Console, findings: list[Finding]) -> None:
+    """A row a finding, what is wrong last, with what to do about it; then the sums."""
+    made = style.table("", "WHAT", "FOUND")
+    for finding in sorted(findings, key=lambda finding: _PLACES[finding.level]):
+        text = finding.found + (f" -> {finding.advice}" if finding.advice else "")
+        made.add_row(style.words(finding.level, _TONES[finding.level]), style.words(finding.subject), style.words(text))
+    console.print(made)
+    wrong, warnings = (sum(finding.level == level for finding in findings) for level in ("wrong", "warning"))
+    console.print(f"{style.count(len(findings), 'check')}: {wrong} wrong, {style.count(warnings, 'warning')}")
 
 
 # --- here --------------------------------------------------------------------------------------------------------

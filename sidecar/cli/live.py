@@ -6,19 +6,13 @@ The screen shows the time of its last look, because a screen that stands still a
 from __future__ import annotations
 
 import asyncio
-import os
-import select
-import signal
 import sys
-import termios
-import tty
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from typing import Final
 
 from kvctl.v1 import fleet_pb2, types_pb2
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -26,22 +20,30 @@ from sidecar.cli import exitcodes, output, reaching
 from sidecar.cli.printers import admission, style
 from sidecar.cli.printers.admission import known, length, tone, verdict_name
 from sidecar.cli.settings import Settings
+from sidecar.cli.terminal import Attended, attended
 from sidecar.client.reach import Reach
 from sidecar.client.remote import CoordinatorError
 
 READ_TIMEOUT_S: Final = 5.0
 REMARKS: Final = 3
-_KEYS_S: Final = 0.1
+COLUMNS: Final = ("ENGINE", "VERDICT", "RUN", "WAIT", "FREE", "CACHED", "TOK/S", "CONTIG", "LAST RESET")
+LEAST_COLUMNS: Final = 4
+FULL_WIDTH: Final = 80
+"""Columns of text from which on every column of the table is shown; on less, as many as fit."""
 
 
 def live(settings: Settings, targets: fleet_pb2.Targets, interval_s: float, *, once: bool) -> int:
-    """Show the fleet until q or Ctrl-C. Plain lines when stdin or stdout is no terminal."""
-    interactive = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM") != "dumb" and not once
+    """Show the fleet until q or Ctrl-C. Plain lines where there is no terminal, or one that cannot be drawn on."""
+    somebody = sys.stdout.isatty() and sys.stdin.isatty() and not once
 
     async def work(reach: Reach) -> int:
-        if interactive:
-            return await _screen(reach, targets, interval_s, settings.source)
-        return await _lines(reach, targets, interval_s, once=once)
+        if once:
+            return exitcodes.of_admission(await _print_once(reach, targets))
+        seat: AbstractContextManager[Attended | None] = attended() if somebody else nullcontext()
+        with seat as terminal:
+            if terminal is None or style.dumb():
+                return await _lines(terminal, reach, targets, interval_s)
+            return await _screen(terminal, reach, targets, interval_s, settings.source)
 
     try:
         return reaching.run(settings, work)
@@ -51,26 +53,60 @@ def live(settings: Settings, targets: fleet_pb2.Targets, interval_s: float, *, o
         return 0
 
 
-async def _lines(reach: Reach, targets: fleet_pb2.Targets, interval_s: float, *, once: bool) -> int:
+async def _print_once(reach: Reach, targets: fleet_pb2.Targets) -> fleet_pb2.FleetAdmissionResponse:
+    fleet = await reach.admission(targets, READ_TIMEOUT_S)
+
+    def show(console: Console) -> None:
+        console.print(screen(fleet, _clock(), "", worst_last=True, width=console.width))
+
+    output.show(show)
+    return fleet
+
+
+async def _lines(terminal: Attended | None, reach: Reach, targets: fleet_pb2.Targets, interval_s: float) -> int:
+    answered = lost = False
     while True:
-        fleet = await reach.admission(targets, READ_TIMEOUT_S)
-        shown = screen(fleet, _clock(), "", worst_last=True)
-        output.show(lambda console, shown=shown: console.print(shown))  # type: ignore[misc]
-        if once:
-            return exitcodes.of_admission(fleet)
+        looking = asyncio.ensure_future(_print_once(reach, targets))
+        try:
+            if terminal is not None and await terminal.quits(looking.done, READ_TIMEOUT_S * 4):
+                return 0
+            await looking
+            if lost:
+                output.note("the coordinator answers again")
+            answered, lost = True, False
+        except CoordinatorError as error:
+            if not answered:
+                raise
+            if not lost:
+                output.note(f"{error}; trying again")
+            lost = True
+        finally:
+            looking.cancel()
         if output.reader_left():
             return 0
-        await asyncio.sleep(interval_s)
+        if terminal is None:
+            await asyncio.sleep(interval_s)
+        elif await terminal.quits(lambda: False, interval_s):
+            return 0
 
 
-async def _screen(reach: Reach, targets: fleet_pb2.Targets, interval_s: float, source: str) -> int:
+async def _screen(terminal: Attended, reach: Reach, targets: fleet_pb2.Targets, interval_s: float, source: str) -> int:
     console = style.console(sys.stdout)
     last: fleet_pb2.FleetAdmissionResponse | None = None
-    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as shown:
+    when = foot = ""
+    first = style.words("asking who is there   q quits", "quiet")
+    with Live(first, console=console, screen=True, auto_refresh=False) as shown:
+
+        def draw() -> None:
+            size = console.size
+            seen = first if last is None else screen(last, when, foot, _room(size.height, last), width=size.width)
+            shown.update(seen, refresh=True)
+
+        terminal.give_back, terminal.take_again = shown.stop, shown.start
         while True:
             reading = asyncio.ensure_future(reach.admission(targets, READ_TIMEOUT_S))
             try:
-                if await _quits(pressed, reading.done, READ_TIMEOUT_S * 4):
+                if await terminal.quits(reading.done, READ_TIMEOUT_S * 4, draw):
                     return 0
                 last, foot = await reading, f"{source}   q quits"
             except CoordinatorError as error:
@@ -79,20 +115,10 @@ async def _screen(reach: Reach, targets: fleet_pb2.Targets, interval_s: float, s
                 foot = f"{error}; trying again   q quits"
             finally:
                 reading.cancel()
-            frame = screen(last, _clock(), foot, rows=_room(console.height, last))
-            shown.update(frame, refresh=True)
-            if await _quits(pressed, lambda: False, interval_s):
+            when = _clock()
+            draw()
+            if await terminal.quits(lambda: False, interval_s, draw):
                 return 0
-
-
-async def _quits(pressed: Callable[[], str], done: Callable[[], bool], within_s: float) -> bool:
-    """Whether somebody wants to leave, before `done` or the end of the time: keys count also while a replica hangs."""
-    until = asyncio.get_running_loop().time() + within_s
-    while not done() and asyncio.get_running_loop().time() < until:
-        if pressed() in ("q", "Q", "\x03", "\x1b"):
-            return True
-        await asyncio.sleep(_KEYS_S)
-    return False
 
 
 def _room(height: int, fleet: fleet_pb2.FleetAdmissionResponse) -> int:
@@ -101,7 +127,13 @@ def _room(height: int, fleet: fleet_pb2.FleetAdmissionResponse) -> int:
 
 
 def screen(
-    fleet: fleet_pb2.FleetAdmissionResponse, when: str, foot: str, rows: int = 10_000, *, worst_last: bool = False
+    fleet: fleet_pb2.FleetAdmissionResponse,
+    when: str,
+    foot: str,
+    rows: int = 10_000,
+    *,
+    worst_last: bool = False,
+    width: int = FULL_WIDTH,
 ) -> RenderableType:
     """What is shown, at most 80 columns wide: a head line, a row an engine, and why the first ones stall.
 
@@ -114,7 +146,6 @@ def screen(
     stalled = sum(engine.stalled for _, engine in entries)
     head = f"{when}  {style.count(len(fleet.replicas), 'replica')}, {style.count(len(entries), 'engine')}, "
     head += f"{stalled} stalled, {len(lost)} not reached"
-    made = style.table("ENGINE", "VERDICT", "RUN", "WAIT", "FREE", "CACHED", "TOK/S", "CONTIG", "LAST RESET")
     stuck = [_cells(replica, engine) for replica, engine in entries[:stalled]]
     gone = [
         [style.words(_short(replica.replica, 14)), style.words(replica.code, "bad"), *[style.words("-")] * 7]
@@ -122,8 +153,10 @@ def screen(
     ]
     well = [_cells(replica, engine) for replica, engine in entries[stalled:]]
     cells = [*well, *gone, *stuck] if worst_last else [*stuck, *gone, *well]
+    fitting = _fitting(cells[:rows], width)
+    made = style.table(*COLUMNS[:fitting])
     for row in cells[:rows]:
-        made.add_row(*row)
+        made.add_row(*row[:fitting])
     lines: list[RenderableType] = [style.words(head, "bad" if stalled or lost else ""), made]
     hidden = len(cells) - rows
     if hidden > 0:
@@ -132,6 +165,19 @@ def screen(
     if foot:
         lines.append(style.words(foot, "quiet"))
     return Group(*lines)
+
+
+def _fitting(cells: list[list[Text]], width: int) -> int:
+    """How many columns, from the left, a narrow terminal has room for."""
+    if width >= FULL_WIDTH:
+        return len(COLUMNS)
+    used = 0
+    for number, name in enumerate(COLUMNS):
+        used += max([len(name), *(row[number].cell_len for row in cells)])
+        if used > width and number >= LEAST_COLUMNS:
+            return number
+        used += 2
+    return len(COLUMNS)
 
 
 def _cells(replica: fleet_pb2.ReplicaAdmission, engine: types_pb2.EngineAdmission) -> list[Text]:
@@ -165,29 +211,3 @@ def _short(text: str, most: int) -> str:
 
 def _clock() -> str:
     return datetime.now().astimezone().strftime("%H:%M:%S")
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[], str]]:
-    """A function that returns the key pressed, or nothing; the terminal is put back whatever happens.
-
-    SIGTERM counts as q, because the screen is put back only by leaving it.
-    """
-    number = sys.stdin.fileno()
-    before = termios.tcgetattr(number)
-    loop = asyncio.get_running_loop()
-    ending: list[str] = []
-
-    def pressed() -> str:
-        if ending:
-            return ending[0]
-        ready, _, _ = select.select([number], [], [], 0)
-        return os.read(number, 1).decode("ascii", "replace") if ready else ""
-
-    loop.add_signal_handler(signal.SIGTERM, ending.append, "q")
-    try:
-        tty.setcbreak(number)
-        yield pressed
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-        termios.tcsetattr(number, termios.TCSADRAIN, before)

@@ -228,21 +228,20 @@ def test_top_on_a_terminal_shows_a_screen_and_gives_it_back(tmp_path: Path, how:
             stdin=slave, stdout=slave, stderr=slave, env=environment(tmp_path, TERM="xterm-256color"),
         )  # fmt: skip
         os.close(slave)
-        shown = _read_until(master, b"FLOWING", 30)
+        shown = read_until(master, b"FLOWING", 30)
         if how == "q":
             os.write(master, b"q")
         else:
             process.terminate()
-        given_back = _read_until(master, b"\x1b[?1049l", 30)
-        _drain(master, process, 30)
+        given_back = read_until(master, b"\x1b[?1049l", 30)
+        drain(master, process, 30)
         os.close(master)
     assert b"FLOWING" in shown
     assert b"\x1b[?1049l" in given_back
     assert process.returncode == 0
 
 
-def _read_until(master: int, wanted: bytes, timeout_s: float) -> bytes:
-    seen = b""
+def read_until(master: int, wanted: bytes, timeout_s: float, seen: bytes = b"") -> bytes:
     until = time.monotonic() + timeout_s
     while wanted not in seen and time.monotonic() < until:
         ready, _, _ = select.select([master], [], [], 0.2)
@@ -251,7 +250,7 @@ def _read_until(master: int, wanted: bytes, timeout_s: float) -> bytes:
     return seen
 
 
-def _drain(master: int, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+def drain(master: int, process: subprocess.Popen[bytes], timeout_s: float) -> None:
     until = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < until:
         ready, _, _ = select.select([master], [], [], 0.1)

@@ -26,3 +26,11 @@ def test_a_refused_dry_run_says_that_it_would_be_refused_and_speaks_of_no_other_
         reset=replica_pb2.ResetPrefixCacheResponse(validate_only=True, engines=[engine]),
     )
     assert told(row) == "would refuse: BLOCKS_HELD_BY_REQUESTS: 4 requests run"
+
+
+@pytest.mark.parametrize("kind", ["pause", "resume"])
+def test_a_dry_run_of_a_pause_does_not_claim_that_it_was_checked(kind: str) -> None:
+    spec = fleet_pb2.OperationSpec(validate_only=True)
+    getattr(spec, kind).SetInParent()
+    row = fleet_pb2.TargetResult(outcome=fleet_pb2.TARGET_OUTCOME_SUCCEEDED)
+    assert told(row, spec) == f"answers; whether its engines would {kind} is not checked"

@@ -13,7 +13,8 @@ import yaml
 from kvctl.v1 import fleet_pb2, types_pb2
 from rich.console import Console
 
-from sidecar.cli import live
+from sidecar.cli import checkup, live
+from sidecar.cli.finding import Finding
 from sidecar.cli.printers import admission, encoding, operation, operations, replicas, style
 from sidecar.cli.printers.operation import told
 from sidecar.client.results import fleet_result
@@ -156,6 +157,15 @@ def a_listing() -> fleet_pb2.ListReplicasResponse:
     return made
 
 
+def a_checkup() -> list[Finding]:
+    return [
+        Finding("ok", "kvctl", "0.1.0 on Python 3.11.2"),
+        Finding("wrong", "replica gone", "127.0.0.1:1: connection refused", "start kvctl-sidecar there", True),
+        Finding("warning", "token t", "mode 0644: others may read it", "chmod 600 t"),
+        Finding("ok", "replica r0", "evil \x1b[31mname"),
+    ]
+
+
 def printed(print_to: Callable[[Console], None], width: int) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=width, color_system=None, highlight=False, emoji=False, markup=False)
@@ -183,6 +193,8 @@ CASES: dict[str, Callable[[], str]] = {
     "replicas.wide": lambda: printed(lambda c: replicas.print_wide(c, a_listing()), style.WIDE),
     "operations.table": lambda: printed(lambda c: operations.print_table(c, [a_reset(), a_dry_run()]), 80),
     "top.screen": lambda: printed(lambda c: c.print(live.screen(an_admission(), "03:04:05", "q quits")), 80),
+    "top.narrow": lambda: printed(lambda c: c.print(live.screen(an_admission(), "03:04:05", "q quits", width=40)), 40),
+    "doctor.table": lambda: printed(lambda c: checkup.print_table(c, a_checkup()), 80),
 }
 
 
@@ -350,6 +362,13 @@ def test_a_full_screen_of_top_keeps_what_stalls_and_who_is_lost_and_lines_end_wi
     lines = printed(lambda c: c.print(live.screen(fleet, "03:04:05", "", worst_last=True)), 80).splitlines()
     shown = [line.split()[0] for line in lines[2:55]]
     assert (shown[:2], shown[-2:]) == (["a00/0", "a01/0"], ["r2", "r1/0"])
+
+
+def test_a_narrow_screen_shows_the_columns_that_fit_and_no_half_of_one() -> None:
+    lines = CASES["top.narrow"]().splitlines()
+    assert lines[2].split() == ["ENGINE", "VERDICT", "RUN", "WAIT"]
+    assert max(len(line) for line in lines) <= 40
+    assert any(line.split() == ["r1/0", "HELD_BLOCKS_DEADLOCK", "3", "1"] for line in lines)
 
 
 def test_wide_is_as_wide_as_it_needs_whatever_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,8 @@ def set_context(name: str, target: tuple[str, ...], **given: str | bool | None) 
         changes["targets"] = target
     fleets = [key for key in ("coordinator", "targets", "inventory") if changes.get(key)]
     if len(fleets) > 1:
-        raise Refusal(f"--{' and --'.join(fleets)} name two fleets; give one of them")
+        flags = " and ".join(f"--{'target' if key == 'targets' else key}" for key in fleets)
+        raise Refusal(f"{flags} name two fleets; give one of them")
     if fleets:
         for key in {"coordinator", "targets", "inventory"} - set(fleets):
             changes[key] = () if key == "targets" else ""

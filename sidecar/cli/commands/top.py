@@ -16,7 +16,7 @@ from sidecar.cli.settings import Settings
 def top(settings: Settings, replicas: str, selector: str | None, interval: float, once: bool) -> None:
     """A live screen of the fleet: verdicts, queues, blocks, contiguity, last reset. q quits.
 
-    Without a terminal it prints the table at each interval as plain lines.
+    Without a terminal, or on a dumb one, it prints the table at each interval as plain lines.
     """
     from sidecar.cli.live import live
     from sidecar.cli.operating import exit_with

@@ -110,7 +110,7 @@ def told(row: fleet_pb2.TargetResult, spec: fleet_pb2.OperationSpec | None = Non
     """The right-hand column: the effect, or the reason with the replica's own words."""
     effect = effects.of_row(row, spec)
     if row.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED:
-        otherwise = "would run: the request is accepted" if spec and spec.validate_only else "done"
+        otherwise = _forecast(spec) if spec and spec.validate_only else "done"
         return (effect or row.message or otherwise) + (REPLAYED if _replayed(row) else "")
     if row.outcome in (fleet_pb2.TARGET_OUTCOME_UNSPECIFIED, fleet_pb2.TARGET_OUTCOME_RUNNING):
         return row.message
@@ -118,6 +118,14 @@ def told(row: fleet_pb2.TargetResult, spec: fleet_pb2.OperationSpec | None = Non
     if row.reset.validate_only or row.reorder.validate_only or row.relieve.validate_only:
         return f"would refuse: {text}"
     return f"{text}; the other engines: {effect}" if effect else text
+
+
+def _forecast(spec: fleet_pb2.OperationSpec) -> str:
+    """What a dry run knows that brought no figures."""
+    kind = spec.WhichOneof("operation")
+    if kind in ("pause", "resume"):
+        return f"answers; whether its engines would {kind} is not checked"
+    return "would run: the request is accepted"
 
 
 def summary(operation: fleet_pb2.FleetOperation) -> list[str]:

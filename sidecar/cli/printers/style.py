@@ -24,9 +24,14 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u206
 COLOURS: Final = {"good": "green", "bad": "red", "doubtful": "yellow", "quiet": "bright_black", "": ""}
 
 
+def dumb() -> bool:
+    """Whether TERM names no terminal that can move its cursor. It is unset where a container got none."""
+    return os.environ.get("TERM", "") in ("", "dumb", "unknown")
+
+
 def plain(stream: TextIO) -> bool:
-    """Whether to print ASCII without colour: no terminal, NO_COLOR, TERM=dumb, or a locale that is C."""
-    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    """Whether to print ASCII without colour: no terminal, a dumb one, NO_COLOR, or a locale that is C."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or dumb():
         return True
     return ascii_locale() or "utf" not in (stream.encoding or "").lower()
 
@@ -48,7 +53,8 @@ def console(stream: TextIO, *, wide: bool = False) -> Console:
         width=width,
         color_system=None if simple else "auto",
         no_color=simple,
-        force_terminal=False if simple else None,
+        # Without colour a terminal still is one: its lines can be drawn again.
+        force_terminal=None if stream.isatty() and not dumb() else False,
         highlight=False,
         emoji=False,
         markup=False,
