@@ -131,8 +131,13 @@ class PageWriter:
         """Create the file (0600, or what the caller's umask and chmod make of it) and write the first body."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(fd, PAGE_BYTES)
+            # Not ftruncate: a hole gets its memory at the first store into it, and a file system that has none left
+            # kills the process with SIGBUS then.
+            os.pwrite(fd, bytes(PAGE_BYTES), 0)
             self._map = mmap.mmap(fd, PAGE_BYTES)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
         self.path = path

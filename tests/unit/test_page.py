@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import mmap
 import multiprocessing
 import os
@@ -90,6 +91,33 @@ def test_a_page_is_never_made_over_an_existing_file(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         PageWriter(tmp_path / "p", Counters())
     assert (tmp_path / "p").read_text() == "somebody's"
+
+
+def test_a_page_has_its_memory_before_anything_is_stored_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store into a hole kills the engine where the file system is full."""
+    taken = []
+    map_file = mmap.mmap
+
+    def mapped(fd: int, length: int) -> mmap.mmap:
+        taken.append(os.fstat(fd).st_blocks * 512)
+        return map_file(fd, length)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", mapped)
+        PageWriter(tmp_path / "p", Counters()).close()
+    assert taken[0] >= PAGE_BYTES
+
+
+def test_a_page_for_which_there_is_no_room_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        PageWriter(tmp_path / "p", Counters())
+    assert list(tmp_path.iterdir()) == []
 
 
 def _write_for_ever(path: str, ready: object) -> None:
