@@ -1,8 +1,8 @@
 """Evidence on admissions: who waits, who holds blocks, and what the next request in line needs.
 
-Read at a step boundary, with no side effect on vLLM's structures, in O(waiting) with a bound. Two answers cost more, as
-they look at blocks: the order of the free queue, and held blocks that no request holds. They are remembered, so that a
-monitor may ask a hundred times a second.
+Read at a step boundary, with no side effect on vLLM's structures, in O(waiting) with a bound. Three answers cost more,
+as they look at blocks: the order of the free queue, held blocks that no request holds, and what waiting requests hold.
+They are remembered, so that a monitor may ask a hundred times a second.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Remembered:
         """We have just changed what the answers depend on."""
         self.orphaned: _Memo[int] = _Memo()
         self.contiguity: _Memo[Contiguity] = _Memo()
+        self.holders: _Memo[list[Holder]] = _Memo()
 
 
 def holders(scheduler: Scheduler) -> Holders:
@@ -120,7 +121,7 @@ def read_evidence(
         blocks_cached=pools.cached_blocks(pool_list),
         blocks_orphaned=_orphaned(scheduler, pool_list, remembered),
         head=_head(scheduler, found),
-        holders=_largest(scheduler, found),
+        holders=_largest(scheduler, found, remembered),
         oldest_waiting_ns=found.oldest_ns,
         paused=PAUSED[scheduler.pause_state],
         sleeping=bool(engine.model_executor.is_sleeping),
@@ -160,14 +161,18 @@ def _head(scheduler: Scheduler, found: waiting.Waiting) -> HeadOfQueue | None:
     )
 
 
-def _largest(scheduler: Scheduler, found: waiting.Waiting) -> list[Holder]:
-    rows = [
-        Holder(
-            request_id=request.request_id,
-            status=str(request.status),
-            blocks_held=waiting.blocks_of(scheduler, request),
-            load_finished=waiting.load_has_finished(scheduler, request),
-        )
+def _largest(scheduler: Scheduler, found: waiting.Waiting, remembered: Remembered) -> list[Holder]:
+    seen = [
+        (request, waiting.load_has_finished(scheduler, request), waiting.table_entries(scheduler, request))
         for request in found.holders[: 4 * MAX_HOLDERS]
     ]
-    return sorted(rows, key=lambda row: -row.blocks_held)[:MAX_HOLDERS]
+
+    def count() -> list[Holder]:
+        rows = [
+            Holder(request.request_id, str(request.status), waiting.blocks_of(scheduler, request), finished)
+            for request, finished, _ in seen
+        ]
+        return sorted(rows, key=lambda row: -row.blocks_held)[:MAX_HOLDERS]
+
+    question = [(request.request_id, request.status, finished, entries) for request, finished, entries in seen]
+    return remembered.holders.ask(question, sum(entries for _, _, entries in seen), count)

@@ -35,7 +35,10 @@ def next_chunk_tokens(scheduler: Scheduler, request: Request) -> int:
     config = scheduler.scheduler_config
     tokens: int = request.num_tokens - _computed(scheduler, request)[0]
     threshold = int(config.long_prefill_token_threshold)
-    if 0 < threshold < tokens and sum(scheduler.get_request_counts()) > 1:
+    eligible = sum(scheduler.get_request_counts())
+    if threshold > 0 and getattr(scheduler, "adaptive_long_prefill_threshold", False):
+        threshold = max(threshold, int(config.max_num_batched_tokens) // max(1, eligible))
+    if 0 < threshold < tokens and eligible > 1:
         tokens = threshold
     budget = min(int(scheduler.max_num_scheduled_tokens), int(config.max_num_batched_tokens))
     return max(1, min(tokens, budget))

@@ -148,11 +148,12 @@ def blocks_after_preempt(scheduler: Scheduler) -> int:
         if deferred and request.last_sched_seq > scheduler.processed_step_seq:
             continue
         for single in scheduler.kv_cache_manager.coordinator.single_type_managers:
-            for block in single.req_to_blocks.get(request.request_id, ()):
+            table = single.req_to_blocks.get(request.request_id, ())
+            # Nearly every block has one holder: what is left for the loop below is little.
+            shared = [block for block in table if block.ref_cnt != 1 or block.is_null]
+            freed += len(table) - len(shared)
+            for block in shared:
                 if block.is_null:
-                    continue
-                if block.ref_cnt == 1:
-                    freed += 1
                     continue
                 key = id(block)
                 seen = references.get(key, 0) + 1

@@ -183,3 +183,45 @@ def test_a_preempted_request_whose_output_is_still_in_flight_is_no_head_yet() ->
     world.process()
     assert read(world).head.request_id == "a"
     assert read(world).head.status == "PREEMPTED"
+
+
+def test_a_request_waits_since_it_was_preempted_last() -> None:
+    world = World(blocks=64, max_num_batched_tokens=2 * BLOCK)
+    request = world.add("a", 10 * BLOCK)
+    world.step()
+    world.scheduler.running.remove(request)
+    preempted = time.monotonic()
+    world.scheduler._preempt_request(request, preempted)
+    queued = next(event for event in request.events if event.type.name == "QUEUED")
+    seen = read(world)
+    assert seen.head.waiting_ns == seen.oldest_waiting_ns == seen.monotonic_ns - int(preempted * 1e9)
+    assert queued.timestamp < preempted
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_chunk_of_the_head_is_the_one_that_vllm_schedules(adaptive: bool) -> None:
+    """Also where a long prompt's share of a step grows with the budget."""
+    world = World(blocks=256, long_prefill_token_threshold=2 * BLOCK)
+    if adaptive:
+        if not hasattr(world.scheduler, "adaptive_long_prefill_threshold"):
+            return  # before 0.31 there is no such share
+        world.scheduler.adaptive_long_prefill_threshold = True
+    world.add("long", 60 * BLOCK)
+    world.add("short", BLOCK)
+    chunk = read(world).head.next_chunk_tokens
+    assert chunk == (8 * BLOCK if adaptive else 2 * BLOCK)
+    assert world.step().num_scheduled_tokens["long"] == chunk
+
+
+def test_a_priority_queue_is_looked_at_in_its_own_order_and_from_its_head_where_it_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(blocks=64, max_num_seqs=1, scheduling_policy="priority")
+    for index in range(60):
+        world.add(f"r{index}", 20, priority=index * 7 % 5, arrival_time=float(index * 11 % 13))
+    in_order = [request.request_id for request in world.scheduler.waiting]
+    assert [request.request_id for request in waiting._in_order(world.scheduler)] == in_order
+    assert read(world).head.request_id == in_order[0]
+    monkeypatch.setattr(waiting, "MAX_WAITING", 8)
+    assert read(world).head.request_id == in_order[0]
+    assert read(world).truncated

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine_bridge.engine import evidence, guards
+from engine_bridge.engine import evidence, guards, waiting
 from tests.engine.conftest import in_process_engine
-from tests.engine.scheduler_world import World
+from tests.engine.scheduler_world import BLOCK, World
 
 pytestmark = pytest.mark.engine
 
@@ -108,3 +108,32 @@ def test_what_we_change_ourselves_is_seen_at_once(engine_dir: Path, monkeypatch:
         assert served.runs > 1
         assert bridge.reorder("all_free").state == "done"
         assert bridge.admission(256).contiguity == untouched
+
+
+def test_what_waiting_requests_hold_is_counted_once_and_again_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember_for_ever(monkeypatch)
+    world, remembered = World(blocks=256, connector="Remote"), evidence.Remembered()
+    engine = SimpleNamespace(scheduler=world.scheduler, model_executor=SimpleNamespace(is_sleeping=False))
+    counted: list[str] = []
+    blocks_of = waiting.blocks_of
+    monkeypatch.setattr(
+        waiting,
+        "blocks_of",
+        lambda scheduler, request: counted.append(request.request_id) or blocks_of(scheduler, request),
+    )
+
+    def holders() -> list[tuple[str, int, bool]]:
+        counted.clear()
+        found = evidence.read_evidence(engine, guards.install(world.scheduler), 1, 0, remembered)
+        return [(holder.request_id, holder.blocks_held, holder.load_finished) for holder in found.holders]
+
+    for name, blocks in (("a", 3), ("b", 5)):
+        world.remote.hits[name] = blocks * BLOCK
+        world.add(name, blocks * BLOCK + 1)
+    world.step()
+    assert holders() == [("b", 5, False), ("a", 3, False)]
+    assert sorted(counted) == ["a", "b"]
+    assert holders() == [("b", 5, False), ("a", 3, False)]
+    assert counted == []
+    world.scheduler.finished_recving_kv_req_ids.add("a")
+    assert holders() == [("b", 5, False), ("a", 3, True)]
