@@ -146,9 +146,13 @@ async def test_a_request_id_that_belongs_to_another_operation_is_a_wrong_command
     async with serving(fake) as addresses, coordinator(tmp_path, addresses) as running:
         there = ("--coordinator", running.address)
         assert (await kvctl(tmp_path, "reset", "--mode", "keep", *same, *there))[0] == 0
+        code, _, told = await kvctl(tmp_path, "reset", "--mode", "keep", *same, *there)
+        assert code == 0
+        assert "nothing was run now: a new one needs a new id" in told
         code, _, problems = await kvctl(tmp_path, "reset", "--mode", "preempt", *same, *there)
     assert code == 2
     assert same[1] in problems
+    assert "give a new id, or none" in problems
     assert len(fake.effects) == 1
 
 
