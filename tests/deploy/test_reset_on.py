@@ -379,9 +379,11 @@ async def test_a_leader_that_goes_before_the_cacheoperation_is_made_is_followed_
 async def test_a_new_leader_keeps_its_lease_while_it_catches_up(cluster: Cluster) -> None:
     for name in ("p0", "p1", "p2"):
         await annotate(cluster, "weights-1", name)
-    reached, go = asyncio.Event(), asyncio.Event()
+    known, reached, go = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def slow(method: str, path: str) -> None:
+        if method == "POST" and path.endswith("/leases"):
+            await known.wait()  # it leads when it knows the pods
         if method == "PATCH" and "/pods/" in path:
             reached.set()
             await go.wait()
@@ -390,7 +392,11 @@ async def test_a_new_leader_keeps_its_lease_while_it_catches_up(cluster: Cluster
         return sum(method == "PUT" and "/leases/" in path for method, path in cluster.api.requests)
 
     cluster.api.faults = slow
-    async with cluster.operator("--lease-duration", "1s"):
+    async with cluster.operator("--lease-duration", "1s") as operator:
+        async with asyncio.timeout(40):
+            while len(operator._reset_on._pods) < 3:  # noqa: ASYNC110 - what the watch does
+                await asyncio.sleep(0.01)
+        known.set()
         await asyncio.wait_for(reached.wait(), 40)
         before = renewals()
         await cluster.api.until(lambda: renewals() >= before + 3)
