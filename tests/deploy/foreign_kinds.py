@@ -1,8 +1,8 @@
-"""Schemas of the kinds of other projects that the manifests use: cert-manager's and the Prometheus operator's.
+"""Schemas of the kinds of other projects that manifests and hooks use.
 
-Written from their API references (cert-manager.io/v1 and monitoring.coreos.com/v1), as far as somebody who edits these
-manifests may go: every field is closed, so that a misspelt or misplaced one is refused here as an API server with
-their definitions would refuse it under `kubectl apply --validate=strict`.
+Written from their API references (cert-manager.io, monitoring.coreos.com, ray.io, argoproj.io), as far
+as somebody who edits these manifests may go: every field is closed, so that a misspelt or misplaced one is refused here
+as an API server with their definitions would refuse it under `kubectl apply --validate=strict`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def _list(item: Schema, least: int = 1) -> Schema:
 
 
 def _kind(api_version: str, kind: str, spec: Schema) -> Schema:
-    metadata = _closed("name", name=_TEXT, namespace=_TEXT, labels=_TEXT_MAP, annotations=_TEXT_MAP)
+    named = {"name": _TEXT, "generateName": _TEXT, "namespace": _TEXT, "labels": _TEXT_MAP, "annotations": _TEXT_MAP}
+    metadata = {**_closed("", **named), "oneOf": [{"required": ["name"]}, {"required": ["generateName"]}]}
     return _closed(
         "apiVersion kind metadata spec",
         apiVersion={"const": api_version},
@@ -189,7 +190,106 @@ SCHEMAS: Final = {
 }
 
 
+# --- ray.io/v1 -------------------------------------------------------------------------------------------------------
+
+_COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
+_POD_TEMPLATE: Final = _closed(
+    "spec", metadata=_closed(labels=_TEXT_MAP, annotations=_TEXT_MAP), spec={"type": "object"}
+)
+"""What is in the pod is for Kubernetes' own schemas."""
+
+_RAY_CLUSTER: Final = _closed(
+    "headGroupSpec",
+    suspend=_FLAG,
+    managedBy=_TEXT,
+    autoscalerOptions={"type": "object"},
+    headServiceAnnotations=_TEXT_MAP,
+    enableInTreeAutoscaling=_FLAG,
+    gcsFaultToleranceOptions={"type": "object"},
+    headGroupSpec=_closed(
+        "rayStartParams template",
+        template=_POD_TEMPLATE,
+        headService={"type": "object"},
+        enableIngress=_FLAG,
+        rayStartParams=_TEXT_MAP,
+        serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+    ),
+    rayVersion=_TEXT,
+    workerGroupSpecs=_list(
+        _closed(
+            "groupName rayStartParams template",
+            suspend=_FLAG,
+            groupName=_TEXT,
+            replicas=_COUNT,
+            minReplicas=_COUNT,
+            maxReplicas=_COUNT,
+            idleTimeoutSeconds=_COUNT,
+            rayStartParams=_TEXT_MAP,
+            template=_POD_TEMPLATE,
+            scaleStrategy=_closed(workersToDelete=_TEXTS),
+            numOfHosts=_COUNT,
+        )
+    ),
+)
+
+_RAY_JOB: Final = _closed(
+    "entrypoint rayClusterSpec",
+    activeDeadlineSeconds={"type": "integer", "minimum": 1},
+    backoffLimit=_COUNT,
+    rayClusterSpec=_RAY_CLUSTER,
+    submitterPodTemplate=_POD_TEMPLATE,
+    metadata=_TEXT_MAP,
+    clusterSelector=_TEXT_MAP,
+    submitterConfig=_closed(backoffLimit=_COUNT),
+    managedBy=_TEXT,
+    deletionStrategy={"type": "object"},
+    entrypoint=_TEXT,
+    runtimeEnvYAML=_TEXT,
+    jobId=_TEXT,
+    submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
+    entrypointResources=_TEXT,
+    entrypointNumCpus={"type": "number"},
+    entrypointNumGpus={"type": "number"},
+    ttlSecondsAfterFinished=_COUNT,
+    shutdownAfterJobFinishes=_FLAG,
+    suspend=_FLAG,
+)
+
+# --- argoproj.io/v1alpha1 --------------------------------------------------------------------------------------------
+
+_WORKFLOW: Final = _closed(
+    "entrypoint templates",
+    entrypoint=_TEXT,
+    serviceAccountName=_TEXT,
+    activeDeadlineSeconds=_COUNT,
+    ttlStrategy=_closed(secondsAfterCompletion=_COUNT, secondsAfterSuccess=_COUNT, secondsAfterFailure=_COUNT),
+    templates=_list(
+        _closed(
+            "name",
+            name=_TEXT,
+            steps=_list(_list(_closed("name template", name=_TEXT, template=_TEXT, when=_TEXT))),
+            container={"type": "object"},
+            resource=_closed(
+                "action",
+                action={"enum": ["get", "create", "apply", "delete", "replace", "patch"]},
+                mergeStrategy={"enum": ["strategic", "merge", "json"]},
+                manifest=_TEXT,
+                setOwnerReference=_FLAG,
+                successCondition=_TEXT,
+                failureCondition=_TEXT,
+                flags=_TEXTS,
+            ),
+        )
+    ),
+)
+
+HOOK_SCHEMAS: Final = {
+    "RayJob": _kind("ray.io/v1", "RayJob", _RAY_JOB),
+    "Workflow": _kind("argoproj.io/v1alpha1", "Workflow", _WORKFLOW),
+}
+
+
 def problems(manifest: dict[str, Any]) -> list[str]:
     """What their API server would say; empty when it takes it. KeyError for a kind that is not among them."""
-    validator = jsonschema.Draft202012Validator(SCHEMAS[manifest["kind"]])
+    validator = jsonschema.Draft202012Validator({**SCHEMAS, **HOOK_SCHEMAS}[manifest["kind"]])
     return [f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in validator.iter_errors(manifest)]

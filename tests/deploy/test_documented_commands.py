@@ -158,7 +158,7 @@ def words_in(node: Any) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["lifecycle.yaml", "job.yaml", "rayjob.yaml"])
+@pytest.mark.parametrize("name", ["lifecycle.yaml", "job.yaml"])
 def test_a_hook_runs_commands_that_kvctl_takes_and_needs_no_curl(name: str) -> None:
     lines = [line for document in documents(name) for line in words_in(document)]
     assert lines
