@@ -14,6 +14,7 @@ import pytest
 from kvctl.v1 import replica_pb2 as api
 from kvctl.v1 import types_pb2 as types
 
+from engine_bridge.page import PageReader, Phase
 from sidecar.backends.bridge.directory import EngineDirectory
 from sidecar.replica import requests
 from sidecar.replica.audit import Ending
@@ -65,6 +66,15 @@ class Replica:
         return len([effect for effect in self.engine.do("state")["effects"] if effect["effect"] == "reset"])
 
 
+async def serving(engine: EngineProcess) -> None:
+    """Until its page says that it has started; nothing is sent to it."""
+    reader = PageReader(engine.page_path)
+    async with asyncio.timeout(LIMIT_S):
+        while reader.read().counters.phase == Phase.STARTING:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    reader.close()
+
+
 @asynccontextmanager
 async def replica(directory: Path, *, met: bool = True) -> AsyncIterator[Replica]:
     """`met`: the engine has introduced itself; else it was stopped before it could."""
@@ -74,6 +84,7 @@ async def replica(directory: Path, *, met: bool = True) -> AsyncIterator[Replica
         news = asyncio.Event()
         engines.on_change(news.set)
         if not met:
+            await serving(engine)
             engine.freeze()
         await engines.start()
         try:
