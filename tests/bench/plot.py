@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from math import ceil, floor
 
 WIDTH, HEIGHT = 760, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 58, 46
@@ -18,6 +19,14 @@ class Line:
     """One a step of the horizontal axis."""
     xs: Sequence[float] | None = None
     """Where each value lies; None: 1, 2, 3 ..."""
+
+
+def ticks(first: float, last: float) -> list[float]:
+    """Round numbers from `first` to `last`, at most ten."""
+    span = (last - first) or 1.0
+    steps = (factor * 10.0**power for power in range(-3, 9) for factor in (1, 2, 5))
+    step = next(step for step in steps if span / step < 10)
+    return [index * step for index in range(ceil(first / step), floor(last / step) + 1)]
 
 
 def line_plot(
@@ -44,9 +53,8 @@ def line_plot(
         value = top * step / 5
         parts.append(f'<path d="M{LEFT} {y(value):.1f}H{WIDTH - RIGHT}" stroke="#dddddd"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>')
-        at = first + (last - first) * step / 5
-        label = f"{at:.0f}" if last - first > 10 else f"{at:.1f}"
-        parts.append(f'<text x="{x(at):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{label}</text>')
+    for at in ticks(first, last):
+        parts.append(f'<text x="{x(at):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{at:g}</text>')
     for at, word in marks:
         parts.append(f'<path d="M{x(at):.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#888888" stroke-dasharray="4 3"/>')
         parts.append(f'<text x="{x(at) + 4:.1f}" y="{TOP + 12}" fill="#555555">{escape(word)}</text>')
