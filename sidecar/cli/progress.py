@@ -28,6 +28,7 @@ class Progress:
         self._status = None
         self._running: set[str] = set()
         self._done: dict[str, bool] = {}
+        self._health: dict[str, str] = {}
         if stream.isatty():
             from rich.status import Status
 
@@ -57,15 +58,20 @@ class Progress:
             self._done[row.replica] = row.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED
         else:
             self._running.add(row.replica)
+        self._health.pop(row.replica, None)
+        if row.health:
+            self._health[row.replica] = row.health
         if self._status:
             self._status.update(self.text(targets))
 
     def text(self, targets: int) -> str:
-        """The line."""
+        """The line. While a wave is looked at it ends in what the next one waits for, of the replica told of last."""
         total = max(targets, len(self._done) + len(self._running))
         parts = [f"{len(self._done)} of {total} done"]
         if failed := sum(not succeeded for succeeded in self._done.values()):
             parts.append(f"{failed} not succeeded")
         if 0 < len(self._running) <= 3:
             parts.append(f"waiting for {', '.join(sorted(self._running))}")
+        elif self._health and not self._running:
+            parts.append(": ".join(list(self._health.items())[-1]))
         return style.clean(", ".join(parts))

@@ -364,6 +364,16 @@ def test_a_full_screen_of_top_keeps_what_stalls_and_who_is_lost_and_lines_end_wi
     assert (shown[:2], shown[-2:]) == (["a00/0", "a01/0"], ["r2", "r1/0"])
 
 
+def test_a_replica_that_a_rollout_waits_for_comes_after_those_that_are_well_and_says_what_is_seen_of_it() -> None:
+    made = a_reset()
+    made.results[0].health = "waiting for it to be healthy (58 s left): HELD_BLOCKS_DEADLOCK for 12 s"
+    for print_to in (operation.print_table, operation.print_wide):
+        shown = printed(lambda c, each=print_to: each(c, made), style.WIDE)
+        rows = [line.split()[0] for line in shown.splitlines()[1:] if " succeeded " in line or " failed " in line]
+        assert rows.index("r1") < rows.index("r0") < rows.index("r2")
+        assert "HELD_BLOCKS_DEADLOCK for 12 s" in next(line for line in shown.splitlines() if line.startswith("r0"))
+
+
 def test_a_narrow_screen_shows_the_columns_that_fit_and_no_half_of_one() -> None:
     lines = CASES["top.narrow"]().splitlines()
     assert lines[2].split() == ["ENGINE", "VERDICT", "RUN", "WAIT"]

@@ -44,15 +44,21 @@ def print_table(console: Console, operation: fleet_pb2.FleetOperation) -> None:
     made = table("REPLICA", "OUTCOME", "CODE", "WHAT HAPPENED")
     common = _said_by_many(operation)
     for row in in_order(operation.results):
-        word, tone = OUTCOMES.get(row.outcome, (f"outcome {row.outcome}", "doubtful"))
+        word, tone = _outcome(row)
         text = row.reason if row.reason and _text(row) in common else told(row, operation.spec)
         made.add_row(words(row.replica), words(word, tone), words(row.code or "-"), words(text))
     _show(console, made, operation)
 
 
 def in_order(rows: Iterable[fleet_pb2.TargetResult]) -> list[fleet_pb2.TargetResult]:
-    """Rows as they are shown: those that succeeded, those not finished, those not called, then what went wrong."""
-    return sorted(rows, key=lambda row: (_PLACES.get(row.outcome, _LAST), row.replica, row.address))
+    """Rows as they are shown: those that succeeded, those not finished, those not called, those that a rollout waits
+    for or found ill, then what went wrong.
+    """
+    return sorted(rows, key=lambda row: (_place(row), row.replica, row.address))
+
+
+def _place(row: fleet_pb2.TargetResult) -> int:
+    return _ILL if row.health else _PLACES.get(row.outcome, _LAST)
 
 
 _PLACES: Final = {
@@ -61,9 +67,16 @@ _PLACES: Final = {
     fleet_pb2.TARGET_OUTCOME_RUNNING: 1,
     fleet_pb2.TARGET_OUTCOME_CANCELLED: 2,
     fleet_pb2.TARGET_OUTCOME_SKIPPED: 2,
-    fleet_pb2.TARGET_OUTCOME_FAILED: 3,
+    fleet_pb2.TARGET_OUTCOME_FAILED: 4,
 }
-_LAST: Final = 4
+_ILL: Final = 3
+_LAST: Final = 5
+
+
+def _outcome(row: fleet_pb2.TargetResult) -> tuple[str, str]:
+    """The word for how it ended, and its tone; one that stalls afterwards is no good news."""
+    word, tone = OUTCOMES.get(row.outcome, (f"outcome {row.outcome}", "doubtful"))
+    return word, "doubtful" if row.health else tone
 
 
 def _said_by_many(operation: fleet_pb2.FleetOperation) -> dict[_Text, int]:
@@ -82,9 +95,12 @@ def print_wide(console: Console, operation: fleet_pb2.FleetOperation) -> None:
     """A row an engine with every figure, as wide as it needs, and the summary."""
     made = table("REPLICA", "ADDRESS", "ENGINE", "OUTCOME", "CODE", "TRIES", "TOOK", "WHAT HAPPENED")
     for row in in_order(operation.results):
-        word, tone = OUTCOMES.get(row.outcome, (f"outcome {row.outcome}", "doubtful"))
+        word, tone = _outcome(row)
         took = seconds(row.took.seconds + row.took.nanos / 1e9) if row.HasField("took") else "-"
         engines = list(_engines(row, operation.spec)) or [("-", row.code or "-", _reason_and(row.reason, row.message))]
+        if row.health:
+            rank, code, text = engines[-1]
+            engines[-1] = rank, code, f"{text}; {row.health}"
         for rank, code, text in engines:
             shown = (
                 (word, tone)
@@ -111,7 +127,8 @@ def told(row: fleet_pb2.TargetResult, spec: fleet_pb2.OperationSpec | None = Non
     effect = effects.of_row(row, spec)
     if row.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED:
         otherwise = _forecast(spec) if spec and spec.validate_only else "done"
-        return (effect or row.message or otherwise) + (REPLAYED if _replayed(row) else "")
+        health = f"; {row.health}" if row.health else ""
+        return (effect or row.message or otherwise) + (REPLAYED if _replayed(row) else "") + health
     if row.outcome in (fleet_pb2.TARGET_OUTCOME_UNSPECIFIED, fleet_pb2.TARGET_OUTCOME_RUNNING):
         return row.message
     text = _reason_and(row.reason, row.message)
