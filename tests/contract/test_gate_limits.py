@@ -146,18 +146,6 @@ async def test_no_number_of_viewers_keeps_out_operators(tmp_path: Path):
         await asyncio.gather(*looks)
 
 
-async def test_a_call_that_is_refused_for_want_of_room_takes_none():
-    async with serving(max_calls=8) as here:
-        watches = [await here.watch() for _ in range(7)]
-        refused = [here.stub.WatchAdmission(api.WatchAdmissionRequest(), timeout=LIMIT_S) for _ in range(50)]
-        reset = here.reset()
-        assert {(await told(call)).reason for call in refused} == {"TOO_MANY_OPERATIONS"}
-        here.patient.may_end.set()
-        assert (await reset).request_id == "done"
-        for watch in watches:
-            watch.cancel()
-
-
 # --- the end -----------------------------------------------------------------------------------------------------
 
 
