@@ -16,6 +16,7 @@ from sidecar.coordinator.discovery.kube_access import Access
 from sidecar.coordinator.discovery.kube_api import Api
 from sidecar.coordinator.discovery.kube_rows import EndpointSlice, Pod, from_pods, from_slices
 from sidecar.coordinator.discovery.kubernetes import KubernetesDiscovery, from_url
+from sidecar.coordinator.discovery.sources import JoinedDiscovery
 from sidecar.coordinator.targets import Target
 
 PORTS = [{"name": "kvctl", "port": 7700}]
@@ -185,6 +186,23 @@ async def test_without_a_watch_each_question_gets_a_list_of_its_own(api: ApiServ
     assert await names(discovery) == ["p0"]
     await api.put("endpointslices", piece("b", endpoint("p1", "10.0.0.2")))
     assert await names(discovery) == ["p0", "p1"]
+
+
+async def test_several_sources_give_each_pod_its_row_once(api: ApiServer, client: Api) -> None:
+    await api.put("pods", pod("p0", "", ready=False))
+    await api.put("pods", pod("p1", "", ready=False))
+    await api.put("pods", pod("p2", "10.0.0.2", deletionTimestamp="2026-01-01T00:00:00Z"))
+    await api.put("pods", pod("p3", "10.0.0.2"))  # has its address already
+    one, other = (
+        from_url(f"pods:///llm?selector={label}", client) for label in ("pool%3Da", "kvctl.dev/sidecar%3Dtrue")
+    )
+    found = (await JoinedDiscovery([one, other]).targets()).targets
+    assert [(target.name, bool(target.not_ready)) for target in found] == [
+        ("p0", True),
+        ("p1", True),
+        ("p2", True),
+        ("p3", False),
+    ]
 
 
 async def test_slices_of_another_service_are_not_ours(api: ApiServer, client: Api) -> None:

@@ -69,7 +69,8 @@ class JoinedDiscovery:
             incomplete |= part.incomplete
             warnings.extend(part.warnings)
             for target in part.targets:
-                found.setdefault(target.address, target)
+                # A pod that is not called is no second way to whoever has its address, or to others without one.
+                found.setdefault((target.not_ready and target.identity) or target.address, target)
         if not found and warnings:
             raise DiscoveryError("; ".join(warnings))
         return Discovered(tuple(found.values()), incomplete, tuple(warnings))
