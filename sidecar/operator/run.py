@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
@@ -23,14 +23,15 @@ from sidecar.coordinator.discovery import Discovery, DiscoveryError
 from sidecar.coordinator.discovery.kube_api import Api
 from sidecar.coordinator.execution import Execution
 from sidecar.coordinator.metrics import CoordinatorMetrics
-from sidecar.coordinator.port import Aim, JournalError, Recorded
+from sidecar.coordinator.port import JournalError
 from sidecar.coordinator.rollout import PolicyError
 from sidecar.coordinator.selectors import SelectorError, read_targets
 from sidecar.operator import status
 from sidecar.operator.ended import EndedTargets
 from sidecar.operator.journal import ResourceJournal, StatusWriter
+from sidecar.operator.plan import Plan, bounded, new_plan, plan_on_record
 from sidecar.operator.pods import PodReplicas
-from sidecar.operator.resource import Condition, Entry, Phase, Resource, operation_id, operation_spec
+from sidecar.operator.resource import Condition, Phase, Resource, operation_id, operation_spec
 from sidecar.operator.status import Patch
 
 LOG: Final = logging.getLogger(__name__)
@@ -47,25 +48,6 @@ class NotToRun(Exception):  # noqa: N818 - an ending, read as a sentence
         super().__init__(message)
         self.phase: Phase = phase
         self.reason = reason
-
-
-@dataclass(slots=True)
-class Plan:
-    """The targets of one operation, as they are on record."""
-
-    ledger: dict[str, Entry]
-    aims: list[Aim]
-    results: dict[str, fleet_pb2.TargetResult] = field(default_factory=dict)
-    """Targets that have ended: those never to be called, and those of before a restart."""
-    recorded: dict[str, Recorded] = field(default_factory=dict)
-    incomplete: bool = False
-    warnings: list[str] = field(default_factory=list)
-    started: str = ""
-
-    @property
-    def pods(self) -> set[str]:
-        """Uids of the pods that it calls; what two operations are compared by."""
-        return {entry.uid or name for name, entry in self.ledger.items() if not entry.outcome}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +93,9 @@ class Run:
         self._waits_for = ""
         """Whom or what the status says that it waits for."""
         self._conditions_shown = resource.status.conditions or []
+        self._health: dict[str, str] = {}
+        """Targets whose health the next wave waits for, and how it is."""
+        self._telling: asyncio.Task[None] | None = None
         self._ending = False
         """Whether the end is being written: nothing may write another phase after it."""
 
@@ -187,7 +172,11 @@ class Run:
         resource, spec = self.resource, self._asked()
         resumed = self.admitted = bool(resource.status.operation_id)
         self._held = self._held or resource.spec.suspend
-        self.plan = plan = self._recorded_plan() if resumed else await self._new_plan(spec)
+        if resumed:
+            plan = plan_on_record(resource.status, self._around.server_name)
+        else:
+            plan = await self._new_plan(spec)
+        self.plan = plan
         if not resumed:
             if resource.spec.cancel or self._cancelled:
                 raise NotToRun("Cancelled", "Cancelled", self._cancelled or "cancelled before it was started")
@@ -205,6 +194,7 @@ class Run:
             journal=journal,
             recorded=plan.recorded,
             on_change=self._changed,
+            on_health=self._health_changed,
             most_calls=self._around.channels.limit,
         )
         if resource.spec.cancel or self._cancelled:
@@ -231,22 +221,14 @@ class Run:
             raise NotToRun("Failed", "InvalidSpec", str(error)) from error
 
     async def _new_plan(self, spec: fleet_pb2.OperationSpec) -> Plan:
-        resolved = await self._resolve(spec)
-        uids = {aim.name: aim.identity for aim in resolved.aims}
-        ledger = {aim.name: Entry(uids[aim.name], aim.address) for aim in resolved.aims}
-        results = {}
-        for row in resolved.apart:
-            name = row.replica if row.replica not in ledger else f"{row.replica}@{row.address}"
-            row.replica = name
-            ledger[name] = status.entry_of(row, "")
-            results[name] = row
-        if len(ledger) > status.MAX_TARGETS:
+        made = new_plan(await self._resolve(spec), now())
+        if len(made.ledger) > status.MAX_TARGETS:
             raise NotToRun(
                 "Failed",
                 "TooManyTargets",
-                f"{len(ledger)} targets; one CacheOperation holds {status.MAX_TARGETS}: split it by a selector",
+                f"{len(made.ledger)} targets; one CacheOperation holds {status.MAX_TARGETS}: split it by a selector",
             )
-        return Plan(ledger, list(resolved.aims), results, {}, resolved.incomplete, list(resolved.warnings), now())
+        return made
 
     async def _resolve(self, spec: fleet_pb2.OperationSpec) -> resolution.Resolved:
         """Discovery in trouble is waited for, a selection that means nothing is an ending."""
@@ -265,22 +247,6 @@ class Run:
                 await asyncio.sleep(_DISCOVERY_BACKOFF_S[min(attempt, len(_DISCOVERY_BACKOFF_S) - 1)])
                 attempt += 1
 
-    def _recorded_plan(self) -> Plan:
-        was = self.resource.status
-        ledger, rows = dict(was.ledger or {}), was.results or []
-        recorded = status.recorded(ledger, rows)
-        results = {name: at.result for name, at in recorded.items() if at.result is not None}
-        return Plan(
-            ledger,
-            # Who was never to be called is no aim: it is shown, and counts neither way in the rollout.
-            [aim for aim in status.aims(ledger, self._around.server_name) if _callable(ledger[aim.name])],
-            results,
-            {name: at for name, at in recorded.items() if _callable(ledger[name])},
-            was.targets_incomplete,
-            list(was.warnings or []),
-            was.start_time,
-        )
-
     async def _put_plan_on_record(self, plan: Plan, journal: ResourceJournal) -> None:
         phase: Phase = "Suspended" if self._held else "Running"
         self._shown = phase
@@ -291,11 +257,8 @@ class Run:
                 "operationId": operation_id(self.resource.metadata.uid, self.resource.spec.step),
                 "operation": self.resource.spec.shown_as,
                 "phase": phase,
-                "startTime": plan.started,
                 "message": message,
-                "targetsIncomplete": plan.incomplete,
-                "warnings": _bounded(plan.warnings),
-                "ledger": {name: _builtins(entry) for name, entry in plan.ledger.items()},
+                **plan.patch(),
                 "conditions": self._conditions(phase, message),
                 **journal.shown(),
             }
@@ -321,7 +284,7 @@ class Run:
             **(shown if shown is not None else EndedTargets(0).patch()),
         }
         if self.plan:
-            patch["warnings"] = _bounded(self.plan.warnings)
+            patch["warnings"] = bounded(self.plan.warnings)
         for wait_s in (*_STORE_RETRIES_S, None):
             try:
                 await self._writer.write(patch)
@@ -352,6 +315,24 @@ class Run:
             operation = fleet_pb2.FleetOperation(spec=self.execution.spec)
             self._around.metrics.target_ended(operation, row)
 
+    def _health_changed(self, row: fleet_pb2.TargetResult) -> None:
+        """What the next wave waits for is the message while it does."""
+        if row.health:
+            self._health[row.replica] = row.health
+        else:
+            self._health.pop(row.replica, None)
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell_health())
+
+    async def _tell_health(self) -> None:
+        told: dict[str, str] | None = None
+        while told != self._health and not self._ending:
+            told = dict(self._health)
+            first = next((f"{name}: {text}" for name, text in told.items()), "")
+            more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
+            message = f"{first}{more}" or f"{len(self.plan.aims) if self.plan else 0} targets"
+            await self._try_write({"message": message[: status.MAX_MESSAGE]})
+
     async def _announce(self, kind: str, reason: str, message: str) -> None:
         await self._around.announce(self.resource, kind, reason, message)
 
@@ -363,23 +344,6 @@ class Run:
             LOG.warning("%s: not shown: %s", self.resource.key, error)
             return False
         return True
-
-
-def _callable(entry: Entry) -> bool:
-    """Not for one that was set apart. One that could not be reached was to be called, and counts as a failure."""
-    return bool(entry.request_id) or entry.outcome not in ("Skipped", "Cancelled")
-
-
-def _builtins(entry: Entry) -> Patch:
-    return {
-        "uid": entry.uid,
-        "address": entry.address,
-        **({"outcome": entry.outcome, "code": entry.code, "reason": entry.reason} if entry.outcome else {}),
-    }
-
-
-def _bounded(warnings: Sequence[str]) -> list[status.Json]:
-    return [warning[: status.MAX_MESSAGE] for warning in list(dict.fromkeys(warnings))[: status.MAX_WARNINGS]]
 
 
 def _ended(spec: fleet_pb2.OperationSpec, phase: Phase) -> fleet_pb2.FleetOperation:

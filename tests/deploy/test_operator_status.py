@@ -7,6 +7,7 @@ from typing import Any
 
 from apiserver import Refused
 from cluster import KEEP, Cluster, gate
+from kvctl.v1 import types_pb2
 
 from sidecar.operator.resource import read
 
@@ -50,6 +51,20 @@ async def test_discovery_in_trouble_is_a_condition_and_the_targets_are_not_calle
         assert "TargetsComplete" not in told, "nobody has seen any target yet"
         cluster.api.faults = None
         assert conditions(await cluster.finished("wipe"))["TargetsComplete"]["status"] == "True"
+
+
+async def test_a_rollout_that_waits_for_a_pod_s_health_says_so_in_its_message(cluster: Cluster) -> None:
+    cluster.fakes[0].stalled, cluster.fakes[0].verdict = True, types_pb2.VERDICT_HELD_BLOCKS_DEADLOCK
+    async with cluster.operator():
+        await cluster.apply("wipe", ROLLING)
+        await cluster.api.until(lambda: "waiting for it to be healthy" in cluster.status("wipe").get("message", ""))
+        told = cluster.status("wipe")["message"]
+        assert cluster.effects() == [1, 0, 0, 0]
+        cluster.fakes[0].stalled = False
+        status = await cluster.finished("wipe", 60)
+    assert told.startswith("p0: ")
+    assert "HELD_BLOCKS_DEADLOCK" in told
+    assert status["message"] == "all 4 targets succeeded"
 
 
 async def test_a_change_after_the_end_is_observed_and_runs_nothing_again(cluster: Cluster) -> None:
