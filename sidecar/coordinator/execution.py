@@ -95,7 +95,6 @@ class Execution:
         self._held = False
         self._cancel_why = ""
         self._cancelled = asyncio.Event()
-        self._stop_why = ""
         self._rollout: Rollout | None = None
 
     # --- from outside --------------------------------------------------------------------------------------------
@@ -114,11 +113,6 @@ class Execution:
         """Start no further target; those under way finish, and are not tried again."""
         self._cancel_why = why
         self._cancelled.set()
-        self._apply()
-
-    def stop(self, why: str) -> None:
-        """Start no further target for a reason other than a cancel; those under way finish."""
-        self._stop_why = why
         self._apply()
 
     @property
@@ -312,14 +306,12 @@ class Execution:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _apply(self) -> None:
-        """Carry hold, release, stop and cancel, which may come before the run begins, over to the rollout."""
+        """Carry hold, release and cancel, which may come before the run begins, over to the rollout."""
         if self._rollout is not None:
             if self._held:
                 self._rollout.hold()
             else:
                 self._rollout.release()
-            if self._stop_why:
-                self._rollout.stop(self._stop_why)
             if self._cancel_why:
                 self._rollout.cancel(self._cancel_why)
         self._changed.set()

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvctl.v1 import fleet_pb2, types_pb2
 
-from sidecar.coordinator import calls
+from sidecar.coordinator import calls, outcomes, resolution
 from sidecar.coordinator.audit import FleetAudit, kind_of
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.execution import Execution
@@ -22,7 +22,7 @@ from sidecar.coordinator.fanout import GrpcReplicas
 from sidecar.coordinator.journal import StoreJournal
 from sidecar.coordinator.live import RESUME_GAP, LiveOperation
 from sidecar.coordinator.metrics import CoordinatorMetrics
-from sidecar.coordinator.port import Aim
+from sidecar.coordinator.port import Aim, Recorded
 from sidecar.coordinator.schema import StoredOperation, StoreError
 from sidecar.coordinator.store import Store
 from sidecar.coordinator.targets import Target
@@ -95,14 +95,16 @@ class Running:
 
     # --- beginning -----------------------------------------------------------------------------------------------
 
-    def begin(self, stored: StoredOperation, replicas: GrpcReplicas | None, *, stopped: str = "") -> LiveOperation:
-        """Run what is on record. Without `replicas` it was begun by a coordinator that is gone. `stopped`: why no
-        target may be called that was not called by then.
+    def begin(self, stored: StoredOperation, replicas: GrpcReplicas | None, *, stopped: bool = False) -> LiveOperation:
+        """Run what is on record. Without `replicas` it was begun by a coordinator that is gone. `stopped`: one
+        that had told that it calls no further target, and could not record that.
         """
         operation_id = stored.operation.operation_id
         live = LiveOperation(stored, StoreJournal(self._store, operation_id))
         self._live[operation_id] = live
-        live.task = asyncio.create_task(self._run(live, replicas, stopped), name=f"operation-{operation_id}")
+        if stopped:
+            _skip_what_was_not_called(live)
+        live.task = asyncio.create_task(self._run(live, replicas), name=f"operation-{operation_id}")
         return live
 
     async def resume_all(self) -> int:
@@ -122,7 +124,7 @@ class Running:
                 len(asked),
             )
             self._audit.resumed(stored.operation, stored.caller)
-            self.begin(stored, None, stopped=_STOPPED if stored.operation.operation_id in stopped else "")
+            self.begin(stored, None, stopped=stored.operation.operation_id in stopped)
         return len(unfinished)
 
     async def _called_before(self, stored: StoredOperation) -> GrpcReplicas:
@@ -147,7 +149,7 @@ class Running:
 
     # --- running -------------------------------------------------------------------------------------------------
 
-    async def _run(self, live: LiveOperation, replicas: GrpcReplicas | None, stopped: str) -> None:
+    async def _run(self, live: LiveOperation, replicas: GrpcReplicas | None) -> None:
         stored, operation = live.stored, live.operation
         try:
             replicas = replicas or await self._called_before(stored)
@@ -162,8 +164,6 @@ class Running:
                 on_health=live.row_changed,
                 most_calls=self._channels.limit,
             )
-            if stopped:
-                execution.stop(stopped)
             self.steer(live)
             live.show_under_way()
             await execution.run()
@@ -260,3 +260,14 @@ class Running:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _skip_what_was_not_called(live: LiveOperation) -> None:
+    """As its callers were told; on record with the operation's end."""
+    for aim in live.stored.aims:
+        if aim.name not in live.stored.recorded:
+            row = resolution.skipped(aim.name, aim.address, outcomes.ROLLOUT_STOPPED, _STOPPED)
+            row.labels.update(aim.labels)
+            live.stored.recorded[aim.name] = Recorded("", 0, row)
+            live.journal.unrecorded[aim.name] = row
+            live.row_changed(row)

@@ -13,6 +13,11 @@ import runpy
 import sys
 
 
+def fill(pid: int) -> None:
+    """For tests: there is no more space. What lies within the first 4 KiB of a file can still be written over."""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+
 def lift(pid: int) -> None:
     """For tests: there is space again."""
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

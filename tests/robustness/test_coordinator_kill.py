@@ -55,8 +55,8 @@ def test_a_coordinator_killed_at_this_point_leaves_one_effect_a_replica(
         assert fleet.effects(operation_id) == {"r0": 1, "r1": 1}, f"life {life}"
         assert fleet.total_effects() - before == 2
         reborn.kill()
-    # One or the other may meet a machine that is busy with something else; most must keep the bound.
-    assert sorted(took)[TIMES // 2] < 10, f"seconds from the restart to the end: {sorted(took)}"
+    # 0.3 s on two busy cores, 1.3 s at the most. One or the other may meet a machine that stands still meanwhile.
+    assert sorted(took)[TIMES * 9 // 10] < 10, f"seconds from the restart to the end: {sorted(took)}"
 
 
 @pytest.mark.timeout(300)

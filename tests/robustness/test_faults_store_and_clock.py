@@ -14,6 +14,7 @@ from kvctl.v1 import fleet_pb2
 from tests.contract.sidecar_process import wait_until
 from tests.fake_engine.gate import AFTER_EFFECT
 from tests.robustness import limited_files, stepped_clock
+from tests.robustness.coordinator_process import get
 from tests.robustness.recorded_fleet import LONG_S, RecordedFleet, recorded_fleet
 
 MOST = 100
@@ -70,6 +71,27 @@ def test_a_coordinator_on_a_full_disk_refuses_what_it_cannot_record_until_it_can
         return fleet.refusal is None and fleet.end(operation_id).state == fleet_pb2.OPERATION_STATE_SUCCEEDED
 
     wait_until(taken_again, LONG_S, fleet.coordinator.log)
+    fleet.check()
+
+
+def test_a_coordinator_killed_on_a_full_disk_is_followed_by_one_that_calls_nobody_told_as_not_called(
+    fleet: RecordedFleet,
+) -> None:
+    engine = fleet.replicas["r0"].engine
+    engine.do("hold_at", point=AFTER_EFFECT)
+    operation_id = fleet.start(max_unavailable=1)
+    engine.do("wait_held")
+    fleet.fault("full disk", "coordinator")
+    limited_files.fill(fleet.coordinator.process.process.pid)
+    engine.do("let_go")
+    told = [row.outcome for row in fleet.end(operation_id).results]
+    assert told == [fleet_pb2.TARGET_OUTCOME_SUCCEEDED, fleet_pb2.TARGET_OUTCOME_SKIPPED]
+    fleet.coordinator.kill()
+    fleet.coordinator.start()
+    # What was kept in memory only is asked for again, and under way meanwhile.
+    wait_until(lambda: get(fleet.coordinator.stub, operation_id).HasField("took"), LONG_S, fleet.coordinator.log)
+    assert [row.outcome for row in fleet.end(operation_id).results] == told
+    fleet.load(1)
     fleet.check()
 
 

@@ -311,23 +311,6 @@ def test_after_a_crash_a_target_that_could_not_be_reached_still_counts_as_a_fail
     assert fleet.calls == []
 
 
-def test_what_was_stopped_before_a_crash_is_asked_for_where_it_was_called_and_not_called_elsewhere() -> None:
-    fleet, disk = FakeFleet(), FakeDisk()
-    request_id = derive_request_id(OPERATION, "r0")
-    disk.intents["r0"] = (request_id, 0)
-    fleet.by_id[request_id] = answer()
-
-    async def work():
-        execution = Execution(OPERATION, reset(), aims(3), fleet, journal=disk, recorded=disk.recorded())
-        execution.stop("it had been stopped")
-        return await execution.run()
-
-    results = fake_time.run(work())
-    assert [results[f"r{i}"].outcome for i in range(3)] == [SUCCEEDED, SKIPPED, SKIPPED]
-    assert results["r1"].message == "it had been stopped"
-    assert fleet.calls == []
-
-
 def test_no_request_id_is_used_again_after_its_refusal_whenever_the_run_is_taken_up_again() -> None:
     fleet, disk = FakeFleet(), FakeDisk()
     fleet.script["r0"] = [answer(FAILED, "FAILED_PRECONDITION", "CONNECTOR_BUSY")] * 9 + [answer()] * 9
