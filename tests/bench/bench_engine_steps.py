@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.figures import Report, Table, main, progress
+from tests.bench.hooks_alone import measure_hooks
 from tests.bench.pairs import take_turns
 from tests.engine.conftest import VllmEngineHarness, engine_config
 from tests.fake_engine.client import BridgeClient
@@ -209,6 +210,8 @@ def measure(quick: bool) -> Report:
     report = Report("engine_steps")
     for step_ms in STEP_MS[:1] if quick else STEP_MS:
         measure_at(step_ms, 3 if quick else 9, 0.5 if quick else 1.0, report)
+    progress("the hooks alone")
+    measure_hooks(quick, report)
     return report
 
 
