@@ -176,12 +176,12 @@ class Execution:
 
     def _show_health(self, rollout: Rollout) -> None:
         """Tell what a wave waits for: when it begins, when a target becomes healthy or ill, and now and then."""
-        waits = rollout.waits(_now())
-        for name, wait in waits.items():
-            healthy, told_at = self._health_told.get(name, (not wait.healthy, 0.0))
-            if healthy != wait.healthy or _now() - told_at >= _TELL_HEALTH_EVERY_S:
-                self._health_told[name] = wait.healthy, _now()
-                self._set_health(name, wait.text)
+        waits, now = rollout.waits(), _now()
+        for name, healthy in waits.items():
+            told, told_at = self._health_told.get(name, (not healthy, now))
+            if told != healthy or now - told_at >= _TELL_HEALTH_EVERY_S:
+                self._health_told[name] = healthy, now
+                self._set_health(name, rollout.wait(name, now))
         for name in self._health_told.keys() - waits.keys():
             del self._health_told[name]
             self._set_health(name, rollout.unhealthy.get(name, ""))

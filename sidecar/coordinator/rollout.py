@@ -134,16 +134,6 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """What is seen of a target whose health the next wave waits for."""
-
-    healthy: bool
-    """Healthy now, and not for long enough yet."""
-    text: str
-    """One sentence for a person."""
-
-
-@dataclass(frozen=True, slots=True)
 class Progress:
     """What is on record of a target that was started before a crash."""
 
@@ -280,11 +270,23 @@ class Rollout:
         finished = not (start or self._wave.queue or self._running or self._waiting)
         return Decision(start=tuple(start), wave=self._wave.number, finished=finished)
 
-    def waits(self, now: float) -> dict[str, Wait]:
-        """Targets whose health the next wave waits for. One that was not looked at yet is left out."""
+    def waits(self) -> dict[str, bool]:
+        """Targets whose health the next wave waits for -> whether it is good, and not for long enough yet. One that was
+        not looked at yet is left out.
+        """
         if self.stopped or self._running or self._wave.queue or not self._waiting:
             return {}
-        return {name: self._wait(watch, now) for name, watch in self._wave.watched.items() if watch.looked}
+        watched = self._wave.watched.items()
+        return {name: watch.healthy_since is not None for name, watch in watched if watch.looked}
+
+    def wait(self, target: str, now: float) -> str:
+        """What is seen of one of them, as one sentence for a person."""
+        watch = self._wave.watched[target]
+        if watch.healthy_since is not None:
+            wanted, been = self.policy.min_healthy_s, now - watch.healthy_since
+            return f"waiting for it to stay healthy for {wanted:g} s: healthy for {been:.0f} s"
+        left = "" if watch.limit is None else f" ({max(0.0, watch.limit - now):.0f} s left)"
+        return f"waiting for it to be healthy{left}: {watch.why}"
 
     @property
     def disrupted(self) -> set[str]:
@@ -296,13 +298,6 @@ class Rollout:
     def _watch(self, target: str, now: float) -> None:
         if self.policy.rolling:
             self._wave.watched[target] = _Watch(next_look=now)
-
-    def _wait(self, watch: _Watch, now: float) -> Wait:
-        if watch.healthy_since is not None:
-            wanted, been = self.policy.min_healthy_s, now - watch.healthy_since
-            return Wait(True, f"waiting for it to stay healthy for {wanted:g} s: healthy for {been:.0f} s")
-        left = "" if watch.limit is None else f" ({max(0.0, watch.limit - now):.0f} s left)"
-        return Wait(False, f"waiting for it to be healthy{left}: {watch.why}")
 
     def _count_failure(self, target: str, why: str) -> None:
         self._failures += 1
