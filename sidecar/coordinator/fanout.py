@@ -31,6 +31,11 @@ LEAST_CALL_S: Final = 0.1
 
 _NAMES_SHOWN: Final = 3
 
+POD_UID: Final = "pod-uid"
+"""Label by which a sidecar tells the uid of its pod (deploy/kustomize/components/sidecar): the address of a pod that is
+gone may be another one's.
+"""
+
 OnChange = Callable[[fleet_pb2.TargetResult], None]
 """Told a row whenever one changes."""
 
@@ -84,6 +89,10 @@ class GrpcReplicas:
             if isinstance(found, Failure):
                 return _not_called(found, time.monotonic() - started + waited_s)
             self._identities[aim.address] = info = found
+        told = info.labels.get(POD_UID, "")
+        if aim.identity and told not in ("", aim.identity):
+            why = f"not called: the sidecar of another pod (uid {told[:8]}) answers at {aim.address}"
+            return Answer(resolution.skipped(aim.name, aim.address, outcomes.TARGET_NOT_READY, why))
         owner = self._owner(aim, info)
         if owner.name != aim.name:
             return Answer(resolution.duplicate(aim.name, aim.address, owner.name, owner.address))

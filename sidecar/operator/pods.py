@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from kvctl.v1 import fleet_pb2, types_pb2
 
@@ -23,9 +22,6 @@ from sidecar.coordinator.fanout import GrpcReplicas
 from sidecar.coordinator.outcomes import Failure
 from sidecar.coordinator.port import Aim, Answer, Asked, Health
 from sidecar.coordinator.targets import Target
-
-POD_UID: Final = "pod-uid"
-"""Label by which a sidecar tells the uid of its pod (deploy/kustomize/components/sidecar)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +72,8 @@ class PodReplicas(GrpcReplicas):
             text = f"not called, because it cannot be told whether its pod is still there: {error}"
             return Answer(outcomes.of_failure(Failure("UNAVAILABLE", outcomes.REPLICA_UNREACHABLE, text), sent=False))
         if why:
-            return _not_called(aim, why)
-        who = await super().identify(aim, _left_s(started, timeout_s))
-        info = self._identities.get(aim.address)
-        told = info.labels.get(POD_UID, "") if info is not None else ""
-        if isinstance(who, Answer) or not aim.identity or told in ("", aim.identity):
-            return who
-        return _not_called(aim, f"the sidecar of another pod (uid {told[:8]}) answers at {aim.address}")
+            return Answer(resolution.skipped(aim.name, aim.address, outcomes.TARGET_NOT_READY, f"not called: {why}"))
+        return await super().identify(aim, _left_s(started, timeout_s))
 
     async def ask(self, aim: Aim, request_id: str, timeout_s: float) -> Asked:
         """As GrpcReplicas; a pod that is gone cannot be asked, and another one has nothing to say for it."""
@@ -124,11 +115,6 @@ class PodReplicas(GrpcReplicas):
         if found is not self._seen:
             self._seen, self._pods = found, Pods.of(found)
         return self._pods.replaced(aim)
-
-
-def _not_called(aim: Aim, why: str) -> Answer:
-    row = resolution.skipped(aim.name, aim.address, outcomes.TARGET_NOT_READY, f"not called: {why}")
-    return Answer(row)
 
 
 def _left_s(started: float, timeout_s: float) -> float:

@@ -12,10 +12,11 @@ from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.discovery import DiscoveryError
+from sidecar.coordinator.fanout import POD_UID, GrpcReplicas
 from sidecar.coordinator.port import Aim, Answer
 from sidecar.coordinator.targets import Discovered, Target
 from sidecar.operator.app import Operator
-from sidecar.operator.pods import POD_UID, PodReplicas, Pods
+from sidecar.operator.pods import PodReplicas, Pods
 
 ROLLING = {**KEEP, "rollout": {"strategy": "Rolling", "maxUnavailable": 1, "maxFailures": 4}}
 
@@ -112,6 +113,19 @@ async def test_a_sidecar_that_tells_the_uid_of_another_pod_is_not_called(cluster
     assert row(status, "p3")["outcome"] == "Skipped"
     assert "another pod (uid 11111111)" in row(status, "p3")["message"]
     assert cluster.effects() == [1, 1, 1, 0]
+
+
+async def test_a_coordinator_s_own_plan_is_held_to_the_uid_that_a_sidecar_tells(cluster: Cluster) -> None:
+    channels = Channels()
+    cluster.fakes[0].labels = {POD_UID: "uid-0"}
+    same, other = [
+        await GrpcReplicas(channels).identify(Aim("p0", cluster.addresses[0], identity=uid), 10)
+        for uid in ("uid-0", "uid-1")
+    ]
+    await channels.close()
+    assert same == "uid-0"
+    assert isinstance(other, Answer)
+    assert other.result.outcome == fleet_pb2.TARGET_OUTCOME_SKIPPED
 
 
 async def test_the_watch_is_enough_to_know_that_every_pod_is_still_there(cluster: Cluster) -> None:
