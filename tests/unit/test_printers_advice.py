@@ -6,7 +6,7 @@ import pytest
 from kvctl.v1 import fleet_pb2, replica_pb2, types_pb2
 
 from sidecar.cli.printers.advice import advise
-from sidecar.cli.printers.operation import told
+from sidecar.cli.printers.operation import summary, told
 
 
 @pytest.mark.parametrize("reason", ["BLOCKS_HELD_BY_REQUESTS", "BLOCKS_HELD_BY_TRANSFERS", "HELD_WHILE_PAUSED"])
@@ -15,6 +15,15 @@ def test_a_refused_reorder_is_not_answered_with_options_of_reset(reason: str) ->
     assert "--scope" in hint
     assert "--mode" not in hint
     assert "--mode" in advise(reason, kind=types_pb2.OPERATION_KIND_RESET)
+
+
+def test_an_unknown_outcome_at_a_coordinator_is_looked_up_and_not_repeated_under_an_id_that_runs_nothing() -> None:
+    operation = fleet_pb2.FleetOperation(operation_id="an-id")
+    outcome = fleet_pb2.TARGET_OUTCOME_UNKNOWN
+    operation.results.add(replica="r0", outcome=outcome, code="UNAVAILABLE", reason="OUTCOME_UNKNOWN")
+    assert "    -> repeat it with --request-id an-id" in summary(operation)
+    operation.version = 7
+    assert "    -> the coordinator goes on asking for an hour: `kvctl ops get an-id`" in summary(operation)
 
 
 def test_a_refused_dry_run_says_that_it_would_be_refused_and_speaks_of_no_other_engine() -> None:

@@ -17,7 +17,7 @@ NEXT: Final = {
     "RELIEF_EXHAUSTED": "relief did not help: look at `kvctl admission -o wide`",
     "ENGINE_SLEEPING": "wake the engine first",
     "OPERATION_IN_PROGRESS": "try again with --wait, or follow the other operation by its id",
-    "REQUEST_ID_REUSED": "leave --request-id out, or repeat the operation exactly as it was",
+    "REQUEST_ID_REUSED": "leave --request-id out, or give a new one",
     "NEEDS_ENGINE_BRIDGE": "install kvctl in the engine's environment and restart it; see `kvctl doctor`",
     "NEEDS_DEV_MODE": "only the engine bridge does this without vLLM's dev mode; see `kvctl doctor`",
     "ENGINE_LACKS_CAPABILITY": "`kvctl replicas -o wide` lists what each engine can do",
@@ -58,7 +58,21 @@ _NEXT_OF_KIND: Final = {
 }
 
 
-def advise(reason: str, operation_id: str = "", kind: types_pb2.OperationKind.ValueType | None = None) -> str:
+_NEXT_AT_COORDINATOR: Final = {
+    "OUTCOME_UNKNOWN": "the coordinator goes on asking for an hour: `kvctl ops get {operation_id}`",
+}
+"""Where an id stands for the operation on record: to repeat it would run nothing."""
+
+
+def advise(
+    reason: str,
+    operation_id: str = "",
+    kind: types_pb2.OperationKind.ValueType | None = None,
+    *,
+    at_coordinator: bool = False,
+) -> str:
     """What to do about a reason of an operation of this kind; empty when there is nothing to add."""
+    if at_coordinator and reason in _NEXT_AT_COORDINATOR:
+        return _NEXT_AT_COORDINATOR[reason].replace("{operation_id}", operation_id)
     special = _NEXT_OF_KIND.get(kind, {}) if kind is not None else {}
     return special.get(reason, NEXT.get(reason, "")).replace("{operation_id}", operation_id)

@@ -176,6 +176,7 @@ _COUNTED: Final = ("succeeded", "failed", "unreachable", "unknown", "skipped", "
 
 def _groups(operation: fleet_pb2.FleetOperation) -> Iterator[str]:
     common = _said_by_many(operation)
+    at_coordinator = bool(operation.version)  # only what a coordinator has on record has versions
     groups: dict[tuple[str, str], list[str]] = {}
     for row in in_order(operation.results):
         if row.outcome in _TO_EXPLAIN:
@@ -185,7 +186,7 @@ def _groups(operation: fleet_pb2.FleetOperation) -> Iterator[str]:
         for text, number in common.items():
             if text[:2] == (code, reason) and text[2]:
                 yield f"    {number} say: {text[2]}"
-        if hint := advice.advise(reason, operation.operation_id, operation.kind):
+        if hint := advice.advise(reason, operation.operation_id, operation.kind, at_coordinator=at_coordinator):
             yield f"    -> {hint}"
 
 
