@@ -187,8 +187,7 @@ class Controller:
         await run.wait_for("Replacing", f"waits for the end of {names}, which it replaces")
         for other, _ in in_the_way:
             await other.cancel(f"replaced by {run.resource.metadata.name}")
-        for other, _ in in_the_way:
-            await other.done.wait()
+        await run.outlast([other for other, _ in in_the_way])
 
     def _in_the_way(self, run: Run) -> list[tuple[Run, int]]:
         """Runs that were let in before on some of the same pods, and on how many."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -87,6 +87,7 @@ class Run:
         self._writer = StatusWriter(around.api, resource, around.leads)
         self._replicas: PodReplicas | None = None
         self._cancelled = ""
+        self._cancelling = asyncio.Event()
         self._held = False
         self._shown: str = resource.status.phase
         """The phase that was written last, of Running and Suspended."""
@@ -109,6 +110,7 @@ class Run:
     async def cancel(self, why: str, *, gone: bool = False) -> None:
         """Start no further target and take back what has had no effect yet. `gone`: nothing can be recorded."""
         self._cancelled = why
+        self._cancelling.set()
         if gone:
             self._writer.detach(why)
         if self.execution is not None:
@@ -134,6 +136,23 @@ class Run:
         if phase != self._shown and not self._ending:
             self._shown = phase
             await self._try_write({"phase": phase, **self._generation()})
+
+    async def outlast(self, others: Sequence[Run]) -> None:
+        """Return when all of these have ended, or this one is cancelled."""
+
+        async def all_ended() -> None:
+            for other in others:
+                await other.done.wait()
+
+        async def cancelled() -> None:
+            await self._cancelling.wait()
+
+        waits = [asyncio.create_task(all_ended()), asyncio.create_task(cancelled())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def wait_for(self, reason: str, message: str) -> None:
         """Show that it has not begun. `reason`: CamelCase; `message` says whom or what it waits for."""
@@ -181,6 +200,8 @@ class Run:
             if resource.spec.cancel or self._cancelled:
                 raise NotToRun("Cancelled", "Cancelled", self._cancelled or "cancelled before it was started")
             await self._admit(self)
+            if self._cancelled:
+                raise NotToRun("Cancelled", "Cancelled", self._cancelled)
         journal = ResourceJournal(self._writer, plan.ledger, plan.results)
         if not resumed:
             await self._put_plan_on_record(plan, journal)

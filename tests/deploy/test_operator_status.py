@@ -36,6 +36,21 @@ async def test_one_that_replaces_another_says_whom_it_waits_for(cluster: Cluster
     assert waiting["observedGeneration"] == 1
 
 
+async def test_one_that_waits_for_another_is_cancelled_at_once_and_has_called_nobody(cluster: Cluster) -> None:
+    reached, go = gate(cluster, 1)
+    async with cluster.operator():
+        await cluster.apply("first", ROLLING)
+        await asyncio.wait_for(reached.wait(), 40)
+        await cluster.apply("second", {**KEEP, "concurrencyPolicy": "Replace"})
+        await cluster.api.until(lambda: cluster.status("second").get("phase") == "Pending")
+        await cluster.api.merge("cacheoperations", "second", {"spec": {"cancel": True}})
+        assert (await cluster.finished("second"))["phase"] == "Cancelled"
+        assert cluster.status("first")["phase"] == "Running", "its call has not ended yet"
+        go.set()
+        await cluster.finished("first")
+    assert cluster.effects() == [1, 1, 0, 0]
+
+
 async def test_discovery_in_trouble_is_a_condition_and_the_targets_are_not_called_complete(cluster: Cluster) -> None:
     async def no_pods(_method: str, path: str) -> None:
         if "/pods" in path:
