@@ -162,7 +162,7 @@ class Bridge:
 
     @property
     def wants_turn(self) -> bool:
-        """Whether an operation has work left."""
+        """Whether an operation has work left that needs no step first."""
         return not self.closed and self._dispatcher.wants_turn
 
     @property

@@ -129,7 +129,8 @@ class Dispatcher:
     @property
     def wants_turn(self) -> bool:
         """Whether work is left that an idle engine should go on with at once."""
-        return self._active is not None and self._active.work is not None
+        active = self._active
+        return active is not None and active.work is not None and not active.waits_for_step
 
     @property
     def waits_for_step(self) -> bool:
@@ -139,8 +140,9 @@ class Dispatcher:
     def next_timer_ns(self) -> int:
         """The next instant at which `tick` must run even if nothing else happens; 0 for none."""
         instants = []
-        if self._active is not None and self._active.work is None:
-            instants.append(self._active.request.deadline_ns)
+        active = self._active
+        if active is not None and (active.work is None or active.waits_for_step):
+            instants.append(active.request.deadline_ns)
         if self.memory.lease is not None:
             instants.append(self.memory.lease.expires_ns)
         return min(instants, default=0)

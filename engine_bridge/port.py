@@ -112,14 +112,15 @@ class EnginePort(Protocol):
         """Blocks that would still be held if every running request were preempted now. 0 means a preempt works."""
         ...
 
-    def must_settle(self) -> bool:
+    def must_settle(self, encoder: bool) -> bool:
         """Whether a preempt or an aux output bump now would meet a model step in flight that it must not meet: blocks
-        whose free is put off until that step ends, or output that the worker has not handed over.
+        whose free is put off until that step ends, output that the worker has not handed over or, where the `encoder`
+        tier is to be cleared too, encoder outputs that the step reads.
         """
         ...
 
     def in_flight(self) -> bool:
-        """Whether a model step has been scheduled and not processed yet."""
+        """Whether a model step with tokens has been scheduled and not processed yet."""
         ...
 
     def hold(self) -> None:

@@ -156,17 +156,24 @@ class VllmEngine:
         """See port.EnginePort."""
         return requests.blocks_after_preempt(self._scheduler)
 
-    def must_settle(self) -> bool:
+    def must_settle(self, encoder: bool) -> bool:
         """See port.EnginePort. Frees are deferred while steps are in flight when a connector may write into freed
-        blocks out of order; the aux output connector's worker asserts that nothing is pending when it is reset.
+        blocks out of order; the aux output connector's worker asserts that nothing is pending when it is reset; a step
+        that still reads encoder outputs fails when they are gone.
         """
         scheduler = self._scheduler
-        waits = getattr(scheduler, "defer_block_free", False) or _aux_connector(self._scheduler) is not None
+        waits = (
+            getattr(scheduler, "defer_block_free", False)
+            or _aux_connector(scheduler) is not None
+            or (encoder and tiers.encoder_outputs_in_flight(scheduler))
+        )
         return waits and self.in_flight() and not versions.is_lockstep(self._engine)
 
     def in_flight(self) -> bool:
-        """See port.EnginePort."""
-        return bool(self._engine.batch_queue)
+        """See port.EnginePort. A step without tokens is none: while a connector has something to send, vLLM schedules
+        one after the other, also when it is paused, and the queue never runs out.
+        """
+        return any(scheduled.total_num_scheduled_tokens for _, scheduled, _ in self._engine.batch_queue or ())
 
     def hold(self) -> None:
         """See port.EnginePort."""
@@ -250,8 +257,12 @@ class VllmEngine:
         self._engine._finish_pause(clear_cache=False)
 
     def resume(self) -> None:
-        """See port.EnginePort."""
-        self._set_pause_state(PauseState.UNPAUSED)
+        """See port.EnginePort. By vLLM's own method: since 0.33 a pause of its own also turns new requests away."""
+        self._setting = True
+        try:
+            self._engine.resume_scheduler()
+        finally:
+            self._setting = False
         self._paused_by_us = False
 
     def paused(self) -> bool:

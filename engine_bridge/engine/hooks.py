@@ -309,5 +309,4 @@ def _serve(bridge: attach.Bridge, steps: Any, lock: Any, wanted: threading.Event
         with lock:
             bridge.boundary()
             bridge.observe(steps, Phase.IDLE)
-            if not bridge.waits_for_step:
-                bridge.arm()
+            bridge.arm()

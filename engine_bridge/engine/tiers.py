@@ -1,4 +1,4 @@
-"""Caches of multimodal inputs and encoder outputs: each is cleared only where both of its sides can be."""
+"""Caches of multimodal inputs and encoder outputs: each is cleared only where all of its sides can be."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from engine_bridge.engine import versions
 from engine_bridge.protocol import Tier
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
 _UNSUPPORTED: Final = "TIER_UNSUPPORTED"
@@ -23,14 +24,14 @@ def reset_multimodal(engine: EngineCore) -> Tier:
 
 def reset_encoder(engine: EngineCore) -> Tier:
     """Clear the scheduler's and the workers' halves together, while no request counts on an output that is in them. A
-    preempted request does not: it has given its outputs up.
+    preempted request does not once no step of it is in flight: it has given its outputs up.
     """
     scheduler = engine.scheduler
-    manager = getattr(scheduler, "encoder_cache_manager", None)
-    if manager is None or not getattr(manager, "cache_size", 0):
+    if not versions.has_encoder_cache(scheduler):
         return Tier("not_configured", message="this model has no encoder cache")
-    if not hasattr(engine, "reset_encoder_cache"):
-        return Tier("unsupported", _UNSUPPORTED, "this vLLM cannot reset its encoder cache")
+    why = versions.encoder_unsupported(engine)
+    if why:
+        return Tier("unsupported", _UNSUPPORTED, why)
     using = sum(
         request.has_encoder_inputs and (request.num_computed_tokens > 0 or request.num_in_flight_tokens > 0)
         for request in scheduler.requests.values()
@@ -40,3 +41,8 @@ def reset_encoder(engine: EngineCore) -> Tier:
         return Tier("refused", "BLOCKS_HELD_BY_REQUESTS", message)
     engine.reset_encoder_cache()
     return Tier("done")
+
+
+def encoder_outputs_in_flight(scheduler: Scheduler) -> bool:
+    """Whether a step in flight may read encoder outputs."""
+    return any(request.has_encoder_inputs and request.num_in_flight_tokens for request in scheduler.requests.values())

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 _PREEMPT_NEEDS: Final = ("_preempt_request", "prev_step_scheduled_req_ids", "reset_preempted_req_ids")
+_PAUSE_NEEDS: Final = ("_finish_pause", "resume_scheduler", "set_weight_version")
 
 
 def is_lockstep(engine: EngineCore) -> bool:
@@ -37,6 +38,7 @@ def capabilities(engine: EngineCore) -> dict[str, str]:
     for scope in ("idle", "uncached", "all_free"):
         found[f"reorder.{scope}"] = _queue_missing(scheduler)
     found["reset.mm"] = multimodal_unsupported(engine)
+    found["reset.encoder"] = encoder_unsupported(engine) if has_encoder_cache(scheduler) else ""
     found["events.publish"] = _events_missing(scheduler)
     found["pause"] = _pause_missing(engine, scheduler)
     return found
@@ -91,6 +93,9 @@ def _pause_missing(engine: EngineCore, scheduler: Scheduler) -> str:
         return "ranks of a lockstep data parallel group pause together; use vLLM's own /pause and /resume"
     if not hasattr(scheduler, "set_pause_state"):
         return "this vLLM's scheduler cannot be paused"
+    for name in _PAUSE_NEEDS:
+        if not hasattr(engine, name):
+            return f"this vLLM's engine core has no {name}"
     return ""
 
 
@@ -118,6 +123,28 @@ def multimodal_unsupported(engine: EngineCore) -> str:
         f"the multimodal cache ({cache}) has its other half in the API server, which the engine cannot clear; "
         "use vLLM's own reset_mm_cache"
     )
+
+
+def has_encoder_cache(scheduler: Scheduler) -> bool:
+    """Whether this model's encoder outputs are kept."""
+    return bool(getattr(getattr(scheduler, "encoder_cache_manager", None), "cache_size", 0))
+
+
+def encoder_unsupported(engine: EngineCore) -> str:
+    """Why an encoder cache cannot be cleared whole; empty when it can.
+
+    An encoder cache connector keeps outputs of its own, and vLLM has no way to clear them: what was cleared here would
+    come back from there.
+    """
+    if not hasattr(engine, "reset_encoder_cache"):
+        return "this vLLM cannot reset its encoder cache"
+    connector = getattr(engine.scheduler, "ec_connector", None)
+    if connector is not None:
+        return (
+            f"{type(connector).__name__} keeps encoder outputs of its own, which the engine cannot clear; clear its "
+            "store where it runs, then use vLLM's own reset_encoder_cache"
+        )
+    return ""
 
 
 def waiting_queues(scheduler: Scheduler) -> list[RequestQueue]:

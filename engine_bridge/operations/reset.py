@@ -36,7 +36,7 @@ def reset(port: EnginePort, request: protocol.Reset, context: Context) -> Work[V
     preempted = quarantined = 0
     context.untouched = True
     needs_quiet = request.running == "preempt" or (request.running == "fail" and port.held_blocks() == 0)
-    holding = needs_quiet and port.must_settle()
+    holding = needs_quiet and port.must_settle(request.encoder)
     if holding:
         port.hold()
     try:

@@ -82,6 +82,18 @@ def world_with_aux_output() -> tuple[World, Worker]:
     return world, Worker()
 
 
+class Engine:
+    """As much of an engine core as the port looks at here."""
+
+    def __init__(self, world: World) -> None:
+        self.scheduler = world.scheduler
+        self._world = world
+
+    @property
+    def batch_queue(self) -> list[tuple[None, Any, None]]:
+        return [(None, scheduled, None) for scheduled in self._world.in_flight]
+
+
 if present():
 
     def running() -> tuple[World, Worker, Any]:
@@ -89,9 +101,8 @@ if present():
         world, worker = world_with_aux_output()
         world.add("a", PROMPT, max_tokens=20)
         worker.take(world.schedule())
-        engine = SimpleNamespace(scheduler=world.scheduler, batch_queue=world.in_flight)
         port = core.VllmEngine.__new__(core.VllmEngine)
-        port._engine, port._scheduler = engine, world.scheduler
+        port._engine, port._scheduler = Engine(world), world.scheduler
         return world, worker, port
 
     def test_changing_it_while_output_is_in_flight_fails_the_worker() -> None:

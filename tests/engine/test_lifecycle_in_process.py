@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from engine_bridge import protocol
 from engine_bridge.engine import pools
 from engine_bridge.page import FLAG_WOKE_WITHOUT_RESET, Counters, PageReader
 from tests.contract.engine_contract import reset_result
 from tests.engine.conftest import ROOT, VllmEngineHarness, eventually, in_process_engine
 from tests.engine.fake_vllm import expected_tokens
+from tests.fake_engine.client import deadline, new_id
 
 pytestmark = pytest.mark.engine
 
@@ -197,3 +199,22 @@ def test_hooks_are_put_on_once_and_open_nothing(tmp_path: Path, monkeypatch: pyt
     assert hooked == [core.EngineCoreProc.run_busy_loop, core.DPEngineCoreProc.run_busy_loop, core.EngineCore.__init__]
     assert threading.active_count() == threads
     assert not (tmp_path / "run").exists()
+
+
+def test_a_pause_that_waits_for_steps_of_a_caller_who_makes_none_is_answered_and_keeps_nobody_waiting(
+    engine_dir: Path,
+) -> None:
+    with in_process_engine(engine_dir, asynchronous=True) as engine:
+        name = engine.add(PROMPT, 10)
+        for _ in range(4):
+            engine.take(engine.client.get_output())
+        assert engine.client.engine_core.batch_queue
+        with engine.bridge() as bridge:
+            pause = bridge.post(lambda call: protocol.Pause(call, new_id(), deadline(1), 10**12))
+            assert bridge.admission(0).running == 1
+            outcome = bridge.answer(pause)
+            assert isinstance(outcome, protocol.Outcome)
+            assert outcome.state in ("withdrawn", "expired")
+            assert bridge.admission(0).paused == ""
+        step_to_the_end(engine, name)
+        assert engine.tokens[name] == expected_tokens(PROMPT, 10)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import uuid
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-from engine_bridge.engine import tiers
+from engine_bridge import protocol
+from engine_bridge.engine import tiers, versions
+from tests.engine.fake_vllm import expected_tokens
+from tests.engine.moves import HOUR_NS, Caller, ask
 from tests.engine.scheduler_world import World
+from tests.engine.stepped_engine import Loop
 
 pytestmark = pytest.mark.engine
 
@@ -71,3 +77,47 @@ def test_the_encoder_cache_is_kept_while_a_request_still_needs_what_is_in_it(nee
     tier = tiers.reset_encoder(engine)
     assert (tier.state, tier.reason) == ("refused", "BLOCKS_HELD_BY_REQUESTS")
     assert engine.resets == 1
+
+
+def test_an_encoder_cache_that_a_connector_would_fill_again_is_left_whole_and_says_so() -> None:
+    class Store:
+        """An encoder cache connector."""
+
+    world = World(blocks=64)
+    engine = with_encoder(world)
+    world.scheduler.ec_connector = Store()
+    tier = tiers.reset_encoder(engine)
+    assert (tier.state, tier.reason) == ("unsupported", "TIER_UNSUPPORTED")
+    assert "Store keeps encoder outputs of its own" in tier.message
+    assert versions.encoder_unsupported(engine) == tier.message
+    assert engine.resets == 0
+
+
+def test_a_preempt_lets_steps_that_read_encoder_outputs_run_out_and_then_clears_these() -> None:
+    """Two batches are in flight all the time: without a pause between them there is no moment to clear anything."""
+    prompt = [8 + i % 400 for i in range(40)]
+    loop = Loop(asynchronous=True, connector=False, blocks=64, max_model_len=480)
+    caller = Caller(loop)
+    try:
+        loop.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=64)
+        loop.scheduler.max_num_encoder_input_tokens = 64
+        said: list[int] = []
+        loop.add("sees", prompt, 60)
+        for _ in range(6):
+            loop.turn()
+        picture = MultiModalFeatureSpec(
+            data=None, modality="image", identifier="picture", mm_position=PlaceholderRange(offset=0, length=4)
+        )
+        loop.scheduler.requests["sees"].mm_features = [picture]
+        deadline = loop.clock.now + HOUR_NS
+        reset = protocol.Reset(0, str(uuid.uuid4()), deadline, "preempt", encoder=True)
+        outcome = ask(loop, caller, reset, said)
+        assert (outcome.state, outcome.result.encoder.state) == ("done", "done")
+        assert outcome.result.requests_preempted == 1
+        for _ in range(200):
+            loop.turn()
+        said += [token for output in loop.outputs() for token in output.new_token_ids]
+        assert said == expected_tokens(prompt, 60)
+    finally:
+        caller.close()
+        loop.close()

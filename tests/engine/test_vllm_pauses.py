@@ -203,6 +203,35 @@ def test_a_held_scheduler_is_paused_for_nobody_to_see(draining: Driven) -> None:
     draining.finish()
 
 
+def test_a_transfer_that_does_not_end_keeps_neither_a_preempt_nor_a_pause_waiting(draining: Driven) -> None:
+    """While a connector sends what a request left behind, vLLM schedules one step without tokens after the other."""
+    connector = draining.loop.scheduler.connector
+    connector.request_finished_all_groups = lambda request, block_ids: (True, None)
+    draining.said["sends"] = []
+    draining.loop.add("sends", PROMPT[:20], 1)
+    draining.turn(8)
+    assert len(draining.said.pop("sends")) == 1
+    assert "sends" in draining.loop.scheduler.requests
+    refused = draining.ask(protocol.Reset(0, str(uuid.uuid4()), draining.deadline, "preempt"))
+    assert (refused.state, refused.reason) == ("refused", "BLOCKS_HELD_BY_TRANSFERS")
+    assert draining.loop.scheduler.pause_state == PauseState.UNPAUSED
+    lease = draining.pause()
+    assert draining.loop.engine.has_work(), "the transfer goes on"
+    assert draining.ask(protocol.Resume(0, str(uuid.uuid4()), draining.deadline, lease)).state == "done"
+    draining.finish()
+
+
+def test_whoever_ends_a_pause_of_vllms_own_ends_all_of_it(driven: Driven) -> None:
+    """Since 0.33 such a pause also turns new requests away."""
+    pause = "pause_generation" if hasattr(driven.loop.engine, "pause_generation") else "pause_scheduler"
+    driven.loop.utility(pause, "wait", False)
+    driven.turn(3)
+    assert driven.evidence().scheduling == "paused"
+    assert driven.ask(protocol.Resume(0, str(uuid.uuid4()), driven.deadline)).state == "done"
+    driven.add("comes")
+    driven.finish()
+
+
 @pytest.mark.parametrize("timeout", [0, 60], ids=["abort", "drain"])
 def test_an_engine_that_shuts_down_while_a_preempt_drains_ends_and_answers(draining: Driven, timeout: int) -> None:
     preempt(draining)

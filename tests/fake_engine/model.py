@@ -237,7 +237,7 @@ class FakeEngine:
         running = sum(len(r.blocks) for r in self.requests.values() if r.state == "running")
         return self.held_blocks() - running
 
-    def must_settle(self) -> bool:
+    def must_settle(self, encoder: bool) -> bool:
         return self.needs_settling and self.in_flight()
 
     def in_flight(self) -> bool:

@@ -217,6 +217,17 @@ def test_a_preempt_that_waits_for_steps_can_be_withdrawn_and_has_changed_nothing
     assert world.engine.cached == {100}
 
 
+def test_an_engine_that_makes_no_step_is_woken_at_the_deadline_and_not_before(world: World) -> None:
+    """An engine in its caller's process blocks with steps in flight until its caller comes again."""
+    world.engine.needs_settling, world.engine.steps_in_flight = True, 2
+    world.reset("preempt", seconds=3)
+    assert not world.dispatcher.wants_turn
+    assert world.dispatcher.next_timer_ns() == world.now + 3 * SECOND
+    world.tick(3)
+    assert world.replies[0].state == "withdrawn"
+    assert world.dispatcher.quiet
+
+
 def test_a_preempt_gives_up_at_its_deadline_while_steps_are_in_flight(world: World) -> None:
     world.engine.add("running", 3)
     world.engine.needs_settling, world.engine.steps_in_flight = True, 2
