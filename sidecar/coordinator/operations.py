@@ -10,6 +10,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Final, TypeVar
+from weakref import WeakValueDictionary
 
 import grpc
 from kvctl.v1 import fleet_pb2
@@ -48,7 +49,10 @@ class Operations:
         self._channels = channels
         self._running = running
         self._audit = audit
-        self._starting: dict[str, asyncio.Lock] = {}
+        self._starting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """One start at a time of an id. A lock is there for as long as somebody has it or waits for it."""
+        self._beginning: set[str] = set()
+        """Ids on their way to being on record."""
 
     @property
     def stopping(self) -> asyncio.Event:
@@ -61,28 +65,21 @@ class Operations:
         """Put an operation on record and begin it; a repeat gives the one on record."""
         operation_id = _checked_id(operation_id) if operation_id else str(uuid.uuid4())
         check_spec(spec)
-        lock = self._starting.setdefault(operation_id, asyncio.Lock())
-        try:
-            async with lock:
-                known = await self._known(operation_id)
-                if known is not None:
-                    return _same(known, spec)
+        async with self._starting.setdefault(operation_id, asyncio.Lock()):
+            known = await self._known(operation_id)
+            if known is not None:
+                return _same(known, spec)
+            self._refuse_when_stopping()
+            self._refuse_when_full()
+            self._beginning.add(operation_id)
+            try:
                 return await self._start_new(operation_id, spec, asker)
-        finally:
-            if not lock.locked():
-                self._starting.pop(operation_id, None)
+            finally:
+                self._beginning.discard(operation_id)
 
     async def _start_new(
         self, operation_id: str, spec: fleet_pb2.OperationSpec, asker: Asker
     ) -> fleet_pb2.FleetOperation:
-        self._refuse_when_stopping()
-        if len(self._running) >= MAX_ACTIVE:
-            raise failure(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                "TOO_MANY_OPERATIONS",
-                f"{len(self._running)} operations are under way, the most a coordinator runs; try again later",
-                retry_after=5.0,
-            )
         if self._store.trouble.startswith("the store is corrupt"):
             raise as_failure(StoreError(self._store.trouble))
         try:
@@ -241,6 +238,16 @@ class Operations:
         except StoreError as error:
             raise as_failure(error) from error
         return None if stored is None else stored.operation
+
+    def _refuse_when_full(self) -> None:
+        under_way = len(self._running) + sum(self._running.find(each) is None for each in self._beginning)
+        if under_way >= MAX_ACTIVE:
+            raise failure(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "TOO_MANY_OPERATIONS",
+                f"{under_way} operations are under way, the most a coordinator runs; try again later",
+                retry_after=5.0,
+            )
 
     def _refuse_when_stopping(self) -> None:
         if self.stopping.is_set():
