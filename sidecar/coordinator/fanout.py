@@ -148,7 +148,7 @@ class GrpcReplicas:
         if not found:
             return ()
         more = f" and {len(found) - _NAMES_SHOWN} more do so" if len(found) > _NAMES_SHOWN else ""
-        what_to_do = "see that each address is the replica that is meant, or give its sidecar the name it is listed by (--name)"
+        what_to_do = "see that each address is the replica that is meant, or start its sidecar with the listed --name"
         return (f"{', '.join(found[:_NAMES_SHOWN])}{more}: {what_to_do}",)
 
     def _compare_names(self, aim: Aim, info: types_pb2.ReplicaInfo) -> None:
