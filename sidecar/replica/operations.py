@@ -23,7 +23,7 @@ from sidecar.backends.engine import Answered, EngineBackend, EngineSet, Liveness
 from sidecar.replica.aggregate import EngineAnswer, Folded, fold
 from sidecar.replica.audit import GONE, AuditLog, Ending, Value, arguments
 from sidecar.replica.operations_pause import LAST_UNDO_S, UNDO_S, undo
-from sidecar.replica.operations_recall import blank, cannot_tell, learn, recalled, replayed, restarted, same
+from sidecar.replica.operations_recall import blank, cannot_tell, learn, recalled, replayed, restarted, said, same
 from sidecar.replica.requests import Wanted
 from sidecar.rpc.auth import Caller, Role
 from sidecar.rpc.deadlines import Deadline
@@ -144,7 +144,7 @@ class Operations:
             return
         LOG.info("waiting for an operation to end request_id=%s grace_s=%.1f", record.wanted.request_id, grace_s)
         await asyncio.wait({record.task}, timeout=grace_s * 0.7)
-        if record.running:
+        if record.running and record.wanted.kind != "pause":  # a pause is undone; withdrawn, it would be abandoned
             deadline_ns = Deadline.after(max(0.2, grace_s * 0.1)).at_ns
             await asyncio.gather(
                 *(engine.cancel(record.wanted.request_id, deadline_ns) for engine in self._engines.engines())
@@ -205,7 +205,10 @@ class Operations:
             await asyncio.wait(record.asked)
         for engine, task in zip(targets, record.asked, strict=True):
             record.answers[engine.key] = EngineAnswer(
-                engine.rank, engine.incarnation, _said(engine, task), alive_after=engine.liveness() is not Liveness.DEAD
+                engine.rank,
+                engine.incarnation,
+                said(engine.rank, task),
+                alive_after=engine.liveness() is not Liveness.DEAD,
             )
         folded = fold(wanted.kind, wanted.request_id, self._complete(record), wanted.mutation)
         if wanted.kind == "pause" and not folded.ok:
@@ -419,12 +422,6 @@ def _refuse_when_late(wanted: Wanted, deadline: Deadline) -> None:
             f"{wanted.kind} {wanted.request_id} came at its caller's deadline; nothing was asked of any engine",
             metadata={"request_id": wanted.request_id, "execution": "NOT_EXECUTED"},
         )
-
-
-def _said(engine: EngineBackend, task: asyncio.Task[Submitted]) -> Submitted:
-    if task.cancelled():
-        return Lost("not_executed", f"engine {engine.rank} was not reached in time, and will not run it")
-    return task.result()
 
 
 def _ending(folded: Folded) -> Ending:

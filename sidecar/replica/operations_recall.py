@@ -7,6 +7,7 @@ the one sure thing is that its successor's cache is cold.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -42,6 +43,13 @@ def restarted(answer: EngineAnswer) -> Unreachable:
         "a successor starts with a cold cache",
         sent=True,
     )
+
+
+def said(rank: int, asked: asyncio.Task[Submitted]) -> Submitted:
+    """What an engine said that was asked, or is no longer waited for; see `EngineBackend.submit`."""
+    if asked.cancelled():
+        return Lost("not_executed", f"engine {rank} was not reached in time, and will not run it")
+    return asked.result()
 
 
 def learn(found: Recollection) -> Submitted | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -48,13 +49,22 @@ class Records:
 
 
 class Replica:
-    def __init__(self, engine: EngineProcess, operations: Operations, records: Records) -> None:
+    def __init__(
+        self, engine: EngineProcess, operations: Operations, records: Records, others: list[EngineProcess]
+    ) -> None:
         self.engine = engine
+        self.others = others
         self.operations = operations
         self.records = records
 
+    async def pause(self, deadline: Deadline) -> tuple[Code, str]:
+        return await self._run(api.PauseSchedulingRequest(lease={"seconds": 60}), deadline)
+
     async def reset(self, deadline: Deadline, request_id: str = "") -> tuple[Code, str]:
         request = api.ResetPrefixCacheRequest(running_requests=types.RUNNING_REQUESTS_KEEP, request_id=request_id)
+        return await self._run(request, deadline)
+
+    async def _run(self, request: requests.MutatingRequest, deadline: Deadline) -> tuple[Code, str]:
         try:
             async with asyncio.timeout(LIMIT_S):
                 told = await self.operations.run(requests.read(request), deadline, Caller("local", Role.ADMIN), "")
@@ -76,10 +86,14 @@ async def serving(engine: EngineProcess) -> None:
 
 
 @asynccontextmanager
-async def replica(directory: Path, *, met: bool = True) -> AsyncIterator[Replica]:
+async def replica(directory: Path, *, ranks: int = 1, met: bool = True) -> AsyncIterator[Replica]:
     """`met`: the engine has introduced itself; else it was stopped before it could."""
     records = Records()
-    with spawn_engine(directory) as engine:
+    with contextlib.ExitStack() as started:
+        engine, *others = [
+            started.enter_context(spawn_engine(directory, "--rank", str(rank), "--dp-size", str(ranks)))
+            for rank in range(ranks)
+        ]
         engines = EngineDirectory(directory)
         news = asyncio.Event()
         engines.on_change(news.set)
@@ -89,10 +103,10 @@ async def replica(directory: Path, *, met: bool = True) -> AsyncIterator[Replica
         await engines.start()
         try:
             async with asyncio.timeout(LIMIT_S):
-                while met and not engines.engines()[0].connected:
+                while met and not all(each.connected for each in engines.engines()):
                     news.clear()
                     await news.wait()
-            yield Replica(engine, Operations(engines, records, records), records)  # type: ignore[arg-type]
+            yield Replica(engine, Operations(engines, records, records), records, others)  # type: ignore[arg-type]
         finally:
             engine.thaw()
             await engines.close()
@@ -151,3 +165,22 @@ async def test_an_operation_under_way_when_the_sidecar_stops_is_on_record_as_unk
         assert await waiting == (Code.DEADLINE_EXCEEDED, "OUTCOME_UNKNOWN")
         assert [ending.reason for ending in here.records.endings] == ["OUTCOME_UNKNOWN"]
         here.engine.do("let_go")
+
+
+async def test_a_pause_under_way_when_the_sidecar_stops_is_undone_where_it_holds_and_costs_no_cache(tmp_path):
+    async with replica(tmp_path, ranks=2) as here:
+        before = here.engine.do("state")
+        (other,) = here.others
+        other.freeze()
+        try:
+            waiting = asyncio.create_task(here.pause(Deadline.after(LIMIT_S)))
+            async with asyncio.timeout(LIMIT_S):
+                while not (await asyncio.to_thread(here.engine.do, "state"))["paused"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                await here.operations.stop(0.5)
+            assert await waiting == (Code.DEADLINE_EXCEEDED, "OUTCOME_UNKNOWN")
+        finally:
+            other.thaw()
+        after = here.engine.do("state")
+        assert (after["paused"], after["cached_blocks"]) == ("", before["cached_blocks"])
+        assert before["cached_blocks"] > 0
