@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from coordinator_in_process import coordinator, until
 from fake_sidecar_server import FakeSidecar, serving
-from kvctl.v1 import fleet_pb2
+from kvctl.v1 import fleet_pb2, types_pb2
 
 from sidecar.client import aio, errors
 
@@ -116,6 +116,27 @@ async def test_operations_are_listed_paused_resumed_and_cancelled(tmp_path: Path
         code, _, problems = await kvctl(tmp_path, "ops", "get", "11111111-2222-3333-4444-555555555555", *there)
     assert code == 1
     assert "is not on record" in problems
+
+
+async def test_an_operation_that_is_looked_up_says_for_whose_health_its_rollout_waits(tmp_path: Path) -> None:
+    ill, waiting = FakeSidecar("r0"), FakeSidecar("r1")
+    ill.stalled, ill.verdict = True, types_pb2.VERDICT_HELD_BLOCKS_DEADLOCK
+    async with serving(ill, waiting) as addresses, coordinator(tmp_path, addresses) as running:
+        there = ("--coordinator", running.address)
+        rolling = asyncio.create_task(kvctl(tmp_path, "reset", "--mode", "keep", "--rolling", "-o", "name", *there))
+        await until(lambda: bool(ill.effects))
+        operation_id = (await kvctl(tmp_path, "ops", "list", "-o", "name", *there))[1].strip()
+        async with asyncio.timeout(40):
+            while "waiting for it to be healthy" not in (shown := await look(tmp_path, operation_id, *there)):
+                pass
+        assert "HELD_BLOCKS_DEADLOCK for 12 s" in shown
+        await kvctl(tmp_path, "ops", "cancel", operation_id, *there)
+        assert (await rolling)[1] == "r0\n"
+    assert not waiting.effects
+
+
+async def look(tmp_path: Path, operation_id: str, *there: str) -> str:
+    return " ".join((await kvctl(tmp_path, "ops", "get", operation_id, *there))[1].split())
 
 
 async def test_a_coordinator_of_nobody_is_told_and_not_shown_as_nothing(tmp_path: Path) -> None:

@@ -389,6 +389,14 @@ def test_wide_is_as_wide_as_it_needs_whatever_columns_says(monkeypatch: pytest.M
     assert "the engine's process is gone" in stream.getvalue()
 
 
+def test_wide_says_of_an_only_engine_without_words_what_its_replica_said() -> None:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID)
+    refused = row("r0", fleet_pb2.TARGET_OUTCOME_FAILED, "FAILED_PRECONDITION", "CONNECTOR_BUSY", "4 transfers left")
+    refused.reset.engines.add(status=engine_status(0, 9, "CONNECTOR_BUSY"))
+    made.results.append(refused)
+    assert "CONNECTOR_BUSY: 4 transfers left" in printed(lambda c: operation.print_wide(c, made), style.WIDE)
+
+
 def test_an_engine_that_refuses_a_resume_is_not_another_engine() -> None:
     made = row("r0", fleet_pb2.TARGET_OUTCOME_FAILED, "FAILED_PRECONDITION", "WRONG_SCHEDULING_STATE", "leased")
     made.resume.engines.add(status=engine_status(0, 9), state=types_pb2.SCHEDULING_STATE_PAUSED)

@@ -205,10 +205,11 @@ def _engines(row: fleet_pb2.TargetResult, spec: fleet_pb2.OperationSpec) -> Iter
     which = row.WhichOneof("result")
     if which is None:
         return
-    for engine in getattr(row, which).engines:
+    engines = getattr(row, which).engines
+    for engine in engines:
         status = engine.status
         if status.code:
-            text = _reason_and(status.reason, status.message)
+            text = _reason_and(status.reason, status.message or (row.message if len(engines) == 1 else ""))
         elif which == "reset":
             if row.reset.validate_only:
                 text = effects.would_reset([engine], spec.reset)
