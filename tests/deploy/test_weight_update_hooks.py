@@ -53,6 +53,17 @@ def test_a_field_that_its_kind_does_not_know_would_be_caught(name: str, kind: st
     assert problems(manifest)
 
 
+def test_the_workflow_runs_as_an_account_that_may_make_and_watch_the_cacheoperation() -> None:
+    workflow, account = hook("argo-workflow.yaml", "Workflow"), hook("argo-workflow.yaml", "ServiceAccount")
+    role, binding = hook("argo-workflow.yaml", "Role"), hook("argo-workflow.yaml", "RoleBinding")
+    for manifest in (account, role, binding):
+        kubernetes_validate.validate(manifest, "1.37", strict=True)
+    assert workflow["spec"]["serviceAccountName"] == account["metadata"]["name"] == binding["subjects"][0]["name"]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    rights = {resource: set(rule["verbs"]) for rule in role["rules"] for resource in rule["resources"]}
+    assert rights["cacheoperations"] == {"create", "get"}
+
+
 def test_the_driver_is_where_the_ray_job_starts_it() -> None:
     driver, job = hook("rayjob.yaml", "ConfigMap"), hook("rayjob.yaml", "RayJob")
     kubernetes_validate.validate(driver, "1.37", strict=True)
