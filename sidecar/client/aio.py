@@ -12,6 +12,7 @@ blocking `sidecar.client.Fleet`, which renews on a thread of its own.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -109,6 +110,7 @@ class Fleet:
             tls = ClientTls(files[0], files[1], files[2], name)
             self._security = ClientSecurity(tls if any(files) or name else None, token, plain)
         self._opened: Reach | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._sidecars: Channels | None = None
 
     async def __aenter__(self) -> Fleet:
@@ -261,12 +263,19 @@ class Fleet:
 
     @property
     def _reach(self) -> Reach:
+        loop = asyncio.get_running_loop()
+        if self._opened is not None and self._loop is not loop:
+            raise RequestInvalid("this fleet was entered on another event loop; make another one here")
         if self._opened is None:
             with _as_errors():
+                if self._security.tls is not None:
+                    # gRPC takes any file, and says of each handshake later that nobody answers.
+                    self._security.tls.check()
                 if self._coordinator:
                     self._opened = CoordinatorReach(self._coordinator, self._security)
                 else:
                     self._opened = DirectReach(discovery_of(self._targets, self._inventory or ""), self._security)
+            self._loop = loop
         return self._opened
 
     async def _run(
@@ -335,4 +344,5 @@ def _as_errors() -> Iterator[None]:
     except CoordinatorError as error:
         raise error_for(error.failure.code, error.failure.reason, str(error)) from error
     except OSError as error:
-        raise RequestInvalid(str(error)) from error
+        where = f"{error.filename}: " if error.filename else ""
+        raise RequestInvalid(f"{where}{error.strerror or error}") from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -124,6 +126,31 @@ def test_what_was_found_is_shown_with_its_type_and_cut() -> None:
 @pytest.mark.parametrize("targets", [["127.0.0.1:1"], ("127.0.0.1:1",), {"127.0.0.1:1"}, dict.fromkeys(["h:1"]).keys()])
 def test_any_collection_of_addresses_will_do(targets: Any) -> None:
     aio.Fleet(targets)
+
+
+def test_a_fleet_of_another_event_loop_says_so() -> None:
+    fleet = aio.Fleet(NOBODY)
+    asyncio.run(fleet.__aenter__())
+    with pytest.raises(errors.RequestInvalid, match="another event loop"):
+        asyncio.run(fleet.replicas())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "^CA file .*/ca.pem cannot be read by uid [0-9]+: No such file or directory$"),
+        ("hello", "^CA file .*/ca.pem contains no certificate; expected PEM$"),
+    ],
+)
+@pytest.mark.parametrize("way", [{"targets": NOBODY}, {"coordinator": "127.0.0.1:1"}])
+async def test_a_certificate_file_that_is_none_is_told_when_the_fleet_is_entered(
+    tmp_path: Path, way: dict[str, Any], content: str | None, said: str
+) -> None:
+    file = tmp_path / "ca.pem"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(errors.RequestInvalid, match=said):
+        await aio.Fleet(ca_file=file, **way).__aenter__()
 
 
 # --- what makes no sense together ----------------------------------------------------------------------------------
