@@ -19,7 +19,7 @@ MAX_RESULTS: Final = 100
 MAX_MESSAGE: Final = 512
 MAX_WARNINGS: Final = 20
 MAX_TARGETS: Final = 3000
-"""An entry in the ledger is about 200 bytes, and etcd takes objects up to 1.5 MB."""
+"""An entry in the ledger has up to 330 bytes, and etcd takes objects up to 1.5 MB."""
 
 Json = str | int | bool | None | Sequence["Json"] | Mapping[str, "Json"]
 Patch = dict[str, Json]

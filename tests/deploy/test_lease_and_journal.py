@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
-from apiserver import ApiServer, Refused, serving
+import yaml
+from apiserver import CRD, ApiServer, Refused, serving
 from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator.discovery.kube_access import Access
@@ -233,6 +236,31 @@ async def test_recording_an_end_costs_one_row_however_many_have_ended_before(
     await asyncio.gather(*(journal.result(outcome(name)) for name in names))
     assert len(made) == len(names)
     assert api.get("cacheoperations", "wipe")["status"]["counts"]["succeeded"] == 300
+
+
+def test_the_largest_operation_of_which_nothing_succeeded_fits_into_etcd() -> None:
+    name = "vllm-with-a-name-as-long-as-a-host-name-may-be-{:04}-abcdefghijk"
+    assert len(name.format(0)) == 63
+    results = {
+        name.format(n): fleet_pb2.TargetResult(
+            replica=name.format(n),
+            outcome=fleet_pb2.TARGET_OUTCOME_UNREACHABLE,
+            address="[fd00:10:244:1000:1000:1000:1000:1000]:7700",
+            code="DEADLINE_EXCEEDED",
+            reason="TARGETED_REQUEST_ID_REUSED",
+            message="x" * 5000,
+            request_id=str(uuid.uuid4()),
+            wave=n,
+            attempts=4,
+        )
+        for n in range(status.MAX_TARGETS)
+    }
+    ledger = {name: status.entry_of(row, str(uuid.uuid4())) for name, row in results.items()}
+    size = len(msgspec.json.encode({"ledger": ledger, **EndedTargets.of(ledger, results.values()).patch()}))
+    assert size < 1.1e6, "etcd takes 1.5 MB; the spec, the conditions and managedFields need room as well"
+    schema = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    kept = schema["properties"]["status"]["properties"]["ledger"]
+    assert kept["x-kubernetes-map-type"] == "atomic", "or managedFields has entries for each target"
 
 
 def test_a_long_message_is_cut_and_not_dropped() -> None:
