@@ -47,7 +47,7 @@ class Pods:
             return ""
         who = f"the pod {aim.name} (uid {aim.identity[:8]})"
         if aim.identity not in self.uids:
-            return f"{who} is gone, and its address {aim.address} may be another pod's"
+            return f"{who} is gone, or no longer one of the replicas; its address {aim.address} may be another pod's"
         owner = self.owners.get(aim.address)
         if owner is not None and owner.identity not in ("", aim.identity):
             return f"{who} has left its address {aim.address}, which the pod {owner.name} has now"
