@@ -50,7 +50,7 @@ def test_a_bare_resume_does_not_end_a_live_lease_and_says_who_holds_it_and_what_
         assert done.returncode == 1
         told = " ".join(done.stdout.split())
         assert f"pause {holder} holds the lease for another 29 s" in told
-        assert "name the pause's operation with --pause, or --force it" in told
+        assert "end it with --pause and the id shown (or its operation's), or --force" in told
         assert fake.leases
 
 

@@ -389,6 +389,14 @@ def test_wide_is_as_wide_as_it_needs_whatever_columns_says(monkeypatch: pytest.M
     assert "the engine's process is gone" in stream.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0004, "0.40 ms"), (0.031, "31 ms"), (0.9994, "999 ms"), (0.99996, "1.0 s"), (119.9, "119.9 s"), (240, "4 min")],
+)
+def test_a_time_is_told_in_the_unit_that_people_would_use(value: float, shown: str) -> None:
+    assert style.seconds(value) == shown
+
+
 def test_wide_says_of_an_only_engine_without_words_what_its_replica_said() -> None:
     made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID)
     refused = row("r0", fleet_pb2.TARGET_OUTCOME_FAILED, "FAILED_PRECONDITION", "CONNECTOR_BUSY", "4 transfers left")

@@ -40,7 +40,7 @@ NEXT: Final = {
 """Reason -> one line. `{operation_id}` is filled in."""
 
 _NEXT_OF_RESUME: Final = {
-    "WRONG_SCHEDULING_STATE": "wait for its end, or name the pause's operation with --pause, or --force it",
+    "WRONG_SCHEDULING_STATE": "wait for its end, end it with --pause and the id shown (or its operation's), or --force",
 }
 """Where a resume is refused because somebody else holds the pause."""
 

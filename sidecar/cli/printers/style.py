@@ -109,7 +109,7 @@ def seconds(value: float) -> str:
     """A time for people: 0.40 ms, 31 ms, 2.1 s, 4 min, 3 h."""
     if value < 0.01:
         return f"{value * 1e3:.2f} ms"
-    if value < 1:
+    if value < 0.9995:  # what is left of 1 s is not 1000 ms
         return f"{value * 1e3:.0f} ms"
     if value < 120:
         return f"{value:.1f} s"
