@@ -40,6 +40,12 @@ LAST_WORDS_S: Final = 2.0
 KEPT_SHARE: Final = 8
 """One in so many calls is kept for those who act: watches and viewers get the rest of `max_calls`."""
 
+MOST_PROBES: Final = 1024
+"""Health watches at once. They need no credential and take nobody's room, and must not take all memory either."""
+
+MESSAGE_S: Final = 30.0
+"""For the message of a call to come, seconds: a call without one must not stay for good."""
+
 CALLER: Final[contextvars.ContextVar[Caller]] = contextvars.ContextVar("caller")
 """Who made the call that the running handler serves."""
 
@@ -95,6 +101,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._span = spans or _no_span
         self._max_calls = max_calls
         self._calls = 0
+        self._probes = 0
         self._under_way: set[asyncio.Task[object]] = set()
         self._stopping = False
         self._over = False
@@ -141,17 +148,18 @@ class Gate(grpc.aio.ServerInterceptor):
     def _serving(self, method: str, read: Deserializer, inner: Handler, *, streaming: bool = False) -> RawHandler:
         async def call(sent: AsyncIterator[bytes], context: Context) -> Message | None:
             began = time.monotonic()
-            counted = begun = False
+            counted = probing = begun = False
             task = asyncio.current_task()
             assert task is not None
             try:
                 self._admit(method, context)
                 counted = method not in OPEN_METHODS  # whoever needs no credential takes nobody's room
+                probing = not counted
                 self._calls += counted
+                self._probes += probing
                 self._under_way.add(task)
-                if counted:
-                    self._make_room(watch=streaming)
-                raw = await anext(aiter(sent), None)  # after: one that never comes takes room too
+                self._make_room(counted=counted, watch=streaming)
+                raw = await _message(method, sent)  # after: while it does not come it takes room too
                 request = _read(method, read, raw)
                 begun = not getattr(request, "validate_only", False)  # what is only checked changes nothing
                 with self._span(method):
@@ -167,6 +175,7 @@ class Gate(grpc.aio.ServerInterceptor):
             finally:
                 self._under_way.discard(task)
                 self._calls -= counted
+                self._probes -= probing
             _log_call(method, context, began, None)
             return answer
 
@@ -183,17 +192,16 @@ class Gate(grpc.aio.ServerInterceptor):
         tracing.TRACE_PARENT.set(tracing.read(metadata))
         NOT_AFTER_NS.set(self.instance.check(method, metadata))
 
-    def _make_room(self, *, watch: bool) -> None:
+    def _make_room(self, *, counted: bool, watch: bool) -> None:
+        if not counted and watch and self._probes > MOST_PROBES:
+            raise _no_room(f"{MOST_PROBES} health watches are open here, the most this server takes")
+        if not counted:
+            return
         kept = self._max_calls // KEPT_SHARE if watch or CALLER.get().role is Role.VIEWER else 0
         if self._calls <= self._max_calls - kept:
             return
         most = f"and {kept} of the {self._max_calls} it takes are kept for operators" if kept else "the most it takes"
-        raise failure(
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "TOO_MANY_OPERATIONS",
-            f"this server has {self._calls - 1} calls under way, {most}; try again shortly",
-            retry_after=1.0,
-        )
+        raise _no_room(f"this server has {self._calls - 1} calls under way, {most}")
 
     def _cut_short(self, method: str, *, begun: bool) -> Failure:
         """What the caller of a call is told that had not ended when the server did."""
@@ -240,6 +248,14 @@ def _writing(inner: StreamHandler) -> WritingHandler:
     return write_all
 
 
+async def _message(method: str, sent: AsyncIterator[bytes]) -> bytes | None:
+    try:
+        async with asyncio.timeout(MESSAGE_S):
+            return await anext(aiter(sent), None)
+    except TimeoutError:
+        raise _unreadable(method, f"no message came within {MESSAGE_S:g} s") from None
+
+
 def _read(method: str, read: Deserializer, raw: bytes | None) -> Message:
     if raw is None:
         raise _unreadable(method, "the call ended without a message")
@@ -279,6 +295,12 @@ def _method_not_served(method: str) -> Failure:
         "METHOD_NOT_SERVED",
         f"{method} is not served here; check that the address is the one meant and that both ends have one version",
         metadata={"method": method},
+    )
+
+
+def _no_room(why: str) -> Failure:
+    return failure(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_OPERATIONS", f"{why}; try again shortly", retry_after=1.0
     )
 
 

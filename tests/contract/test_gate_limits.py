@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 from google.rpc import status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvctl.v1 import replica_pb2 as api
 from kvctl.v1 import replica_pb2_grpc
 
-from sidecar.rpc import addresses, channels, errors
+from sidecar.rpc import addresses, channels, errors, interceptors
 from sidecar.rpc.auth import Authorizer, Role, TokenFile
+from sidecar.rpc.health import Health
 from sidecar.rpc.server import ServerSettings
 from sidecar.rpc.serving import Serving
 
@@ -87,7 +91,8 @@ async def serving(max_calls: int = 256, tokens: tuple[TokenFile, ...] = ()) -> A
     settings = ServerSettings(
         [addresses.parse_listen("127.0.0.1:0")], Authorizer(RULES, tokens=tokens), max_calls=max_calls
     )
-    server = Serving(settings, [lambda into: replica_pb2_grpc.add_CacheAdminServicer_to_server(patient, into)])
+    add_service = functools.partial(replica_pb2_grpc.add_CacheAdminServicer_to_server, patient)
+    server = Serving(settings, [add_service, Health("kvctl.v1.CacheAdmin").register])
     (bound,) = server.bind()
     await server.start()
     try:
@@ -144,6 +149,30 @@ async def test_no_number_of_viewers_keeps_out_operators(tmp_path: Path):
         await here.who(operator)
         here.patient.may_end.set()
         await asyncio.gather(*looks)
+
+
+async def test_health_watches_are_bounded_by_themselves_and_health_is_always_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(interceptors, "MOST_PROBES", 3)
+    async with serving(max_calls=1) as here:
+        stub, request = health_pb2_grpc.HealthStub(here.channel), health_pb2.HealthCheckRequest()
+        watches = [stub.Watch(request, timeout=LIMIT_S) for _ in range(3)]
+        for watch in watches:
+            await watch.read()
+        refused = await told(stub.Watch(request, timeout=LIMIT_S))
+        assert (refused.code, refused.reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_OPERATIONS")
+        await stub.Check(request, timeout=LIMIT_S)
+        await here.who()
+        for watch in watches:
+            watch.cancel()
+
+
+async def test_a_call_whose_message_never_comes_does_not_stay(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(interceptors, "MESSAGE_S", 0.05)
+    async with serving() as here:
+        for path in (RESET, "/grpc.health.v1.Health/Check"):
+            refused = await told(here.channel.stream_unary(path)())
+            assert (refused.code, refused.reason) == (Code.INVALID_ARGUMENT, "UNREADABLE_MESSAGE")
+            assert "no message came" in refused.message
 
 
 # --- the end -----------------------------------------------------------------------------------------------------
