@@ -28,6 +28,8 @@ class DirectReach:
         self.channels = Channels(security)
         self._run: Run | None = None
         self._task: asyncio.Task[fleet_pb2.FleetOperation] | None = None
+        self._left: asyncio.Task[fleet_pb2.FleetOperation] | None = None
+        """A run that `stop` has given up waiting for."""
 
     async def run(
         self, spec: fleet_pb2.OperationSpec, operation_id: str = "", on_progress: OnProgress | None = None
@@ -40,17 +42,17 @@ class DirectReach:
             operation_id=operation_id,
             on_change=lambda row: on_progress(row, run.targets) if on_progress else None,
         )
-        self._run = run
-        self._task = asyncio.create_task(run.run())
+        task = asyncio.create_task(run.run())
+        self._run, self._task = run, task
         try:
-            return await self._task
+            return await task
         except asyncio.CancelledError:
-            if not self._task.cancelled():
-                self._task.cancel()
-                raise
+            if self._left is not task:
+                raise  # the caller itself was cancelled, and the run with it
             return run.leave()
         finally:
-            self._run = self._task = None
+            if self._task is task:
+                self._run = self._task = None
 
     async def stop(self) -> None:
         """Cancel the operation under way: start nothing more, withdraw what had no effect yet, then leave."""
@@ -62,6 +64,7 @@ class DirectReach:
                 await run.cancel()
                 await asyncio.wait([task])
         except TimeoutError:
+            self._left = task
             task.cancel()
 
     async def admission(self, targets: fleet_pb2.Targets, timeout_s: float) -> fleet_pb2.FleetAdmissionResponse:

@@ -117,6 +117,26 @@ async def test_watching_admission_gives_samples_until_the_caller_stops() -> None
     assert seen == ["r0"] * 3
 
 
+async def test_an_operation_that_its_caller_gives_up_leaves_another_one_of_that_fleet_alone() -> None:
+    fake = FakeSidecar("r0")
+    both, let_go = asyncio.Event(), asyncio.Event()
+
+    async def hold(kind: str) -> None:
+        if len(fake.requests) == 2:
+            both.set()
+        await let_go.wait()
+
+    fake.before = hold
+    async with serving(fake) as addresses, aio.Fleet(addresses) as fleet:
+        given_up, kept = (asyncio.create_task(fleet.reset_prefix_cache(running_requests="keep")) for _ in range(2))
+        await asyncio.wait_for(both.wait(), 30)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        let_go.set()
+        assert (await kept).ok
+
+
 # --- weight updates ------------------------------------------------------------------------------------------------
 
 
