@@ -23,6 +23,7 @@ from fake_sidecar_server import FakeSidecar  # noqa: E402
 
 Spec = dict[str, Any]
 KEEP: Spec = {"reset": {"runningRequests": "Keep"}, "targets": {"all": True}}
+ROLLING: Spec = {**KEEP, "rollout": {"strategy": "Rolling", "maxUnavailable": 1}}
 FINAL = {"Succeeded", "Partial", "Failed", "Cancelled", "Skipped"}
 
 

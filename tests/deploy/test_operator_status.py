@@ -6,12 +6,10 @@ import asyncio
 from typing import Any
 
 from apiserver import Refused
-from cluster import KEEP, Cluster, gate
+from cluster import KEEP, ROLLING, Cluster, gate
 from kvctl.v1 import types_pb2
 
 from sidecar.operator.resource import read
-
-ROLLING = {**KEEP, "rollout": {"strategy": "Rolling", "maxUnavailable": 1}}
 
 
 def conditions(status: dict[str, Any]) -> dict[str, dict[str, Any]]:
