@@ -119,7 +119,7 @@ def status() -> int:
         click.echo("the fleet is still booting", err=True)
     if not alive(fleet.keeper):
         click.echo("the fleet's keeper is gone; `kvctl local down` cleans up", err=True)
-    if any(is_lost(row.engine) or row.sidecar == "dead" for row in rows):
+    if fleet.booted and any(is_lost(row.engine) or row.sidecar == "dead" for row in rows):
         click.echo("`kvctl local up` starts again what is gone", err=True)
     well = [row.engine == "serving" and row.sidecar == "running" for row in rows]
     if all(well):

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from sidecar.local import boot_log, repair
+from sidecar.local import fleet as local_fleet
 from sidecar.local.keeper import Plan
 from sidecar.local.layout import Fleet, LocalError, Replica, prepare_state, read_record, write_record
 from sidecar.local.processes import ProcessRef, alive, reference, send
@@ -63,6 +64,17 @@ def test_a_fleet_of_another_size_or_one_that_boots_is_not_touched(tmp_path, keep
     boots = a_fleet(tmp_path, reference(keeper.pid), booted=False)
     with pytest.raises(LocalError, match="still booting"):
         repair.repaired(boots, tmp_path, None, 1)
+
+
+@pytest.mark.parametrize("booted", [True, False])
+def test_status_advises_to_start_again_what_is_gone_only_where_up_would_do_it(
+    tmp_path, keeper, monkeypatch, capsys, booted
+):
+    monkeypatch.setattr(local_fleet, "state_directory", lambda: tmp_path)
+    a_fleet(tmp_path, reference(keeper.pid), a_replica(tmp_path, GONE, GONE), booted=booted)
+    assert local_fleet.status() == 1
+    told = capsys.readouterr().err
+    assert ("starts again what is gone" in told, "still booting" in told) == (booted, not booted)
 
 
 def test_with_nothing_missing_up_says_so(tmp_path, keeper, monkeypatch):
