@@ -34,6 +34,11 @@ MAX_HELD: Final = 16_384
 COUNT_NS: Final = 2_000_000
 """Processor time after which that count is given up, on a core where it takes longer; nanoseconds."""
 
+# Looked up once, not for every request: finding a member of an enum takes longer than comparing with it.
+_LOADING: Final = RequestStatus.WAITING_FOR_REMOTE_KVS
+_READY: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+_QUEUED: Final = (EngineCoreEventType.QUEUED, EngineCoreEventType.PREEMPTED)
+
 
 @dataclass(slots=True)
 class Waiting:
@@ -65,10 +70,10 @@ def look(scheduler: Scheduler, now_ns: int) -> Waiting:
     seen_before = _first_seen.get(scheduler, {})
     seen: dict[str, int] = {}
     for request in islice(_in_order(scheduler), MAX_WAITING):
-        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        if request.status == _LOADING:
             ready = request.request_id in finished
             (found.load_finished if ready else found.loading).append(request)
-        elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+        elif request.status in _READY:
             # Output in flight that is still to be delivered keeps a preempted request back for a step or two.
             ready = not request.num_stale_output_tokens or request.drop_stale_output
         else:
@@ -133,9 +138,9 @@ def blocks_of(scheduler: Scheduler, request: Request) -> int:
 
 def load_has_finished(scheduler: Scheduler, request: Request) -> bool:
     """Whether what a waiting holder waits for is blocks, and no longer a remote, a grammar or a client."""
-    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+    if request.status == _LOADING:
         return request.request_id in scheduler.finished_recving_kv_req_ids
-    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    return request.status in _READY
 
 
 def orphaned_blocks(scheduler: Scheduler) -> int:
@@ -179,6 +184,6 @@ _first_seen: WeakKeyDictionary[Scheduler, dict[str, int]] = WeakKeyDictionary()
 def _queued_ns(request: Request) -> int:
     """When the request was queued, or last preempted; 0 when this engine does not record it."""
     for event in reversed(request.events):
-        if event.type in (EngineCoreEventType.QUEUED, EngineCoreEventType.PREEMPTED):
+        if event.type in _QUEUED:
             return int(event.timestamp * 1e9)
     return 0
