@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from tests.fake_engine.gate import POINTS
-from tests.robustness.recorded_fleet import RecordedFleet
+from tests.robustness.recorded_fleet import LONG_S, RecordedFleet
 from tests.robustness.recorded_processes import ReplicaUnderTest
 
 Fault = Callable[[RecordedFleet, ReplicaUnderTest], None]
@@ -81,7 +81,8 @@ class RandomFaults:
             if drawn.random() < 0.5:
                 held.let_go()
                 for operation_id in started:
-                    fleet.end(operation_id)
+                    # A rollout waits a minute for the health of a replica that is still broken.
+                    fleet.end(operation_id, 2 * LONG_S)
         held.let_go()
         fleet.mend()
         for operation_id in started:
