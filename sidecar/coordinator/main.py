@@ -35,7 +35,7 @@ def main() -> int:
 
     try:
         if config.check:
-            sys.stdout.write(app.check(config) + "\n")
+            print(app.check(config))  # noqa: T201 - unlike write, it does nothing where stdout is closed
             return 0
         return app.run(config)
     except ValueError as error:
@@ -53,7 +53,7 @@ def _without_number(error: OSError) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"kvctl-coordinator: {message}\n")
+    print(f"kvctl-coordinator: {message}", file=sys.stderr)  # noqa: T201 - see above
     return code
 
 

@@ -38,7 +38,7 @@ def _operator(arguments: list[str]) -> int:
 
     try:
         if config.check:
-            sys.stdout.write(app.check(config) + "\n")
+            print(app.check(config))  # noqa: T201 - unlike write, it does nothing where stdout is closed
             return 0
         return app.run(config)
     except ValueError as error:
@@ -50,7 +50,7 @@ def _operator(arguments: list[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"kvctl-coordinator {FLAG}: {message}\n")
+    print(f"kvctl-coordinator {FLAG}: {message}", file=sys.stderr)  # noqa: T201 - see above
     return code
 
 
