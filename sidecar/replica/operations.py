@@ -34,7 +34,7 @@ LOG: Final = logging.getLogger(__name__)
 RECORDS: Final = 1000
 """Operations remembered; the engines remember as many themselves."""
 
-_CONCLUDING_S: Final = 1.0
+_CONCLUDING_S: Final = 5.0
 """For an operation to be put on record once its engines are no longer waited for: it takes milliseconds."""
 
 Cancellation = tuple[EngineBackend, protocol.Cancelled | Lost | Unreachable]
