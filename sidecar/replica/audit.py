@@ -28,6 +28,9 @@ class Ending:
 
 
 GONE: Final = Ending("CANCELLED", "OUTCOME_UNKNOWN", "the call ended before every engine had answered")
+CUT_SHORT: Final = Ending(
+    "DEADLINE_EXCEEDED", "OUTCOME_UNKNOWN", "this sidecar was shut down before every engine had answered"
+)
 
 
 class AuditLog(audit.AuditLog):

@@ -21,7 +21,7 @@ import grpc
 from engine_bridge import protocol
 from sidecar.backends.engine import Answered, EngineBackend, EngineSet, Liveness, Lost, Submitted, Unreachable
 from sidecar.replica.aggregate import EngineAnswer, Folded, fold
-from sidecar.replica.audit import GONE, AuditLog, Ending, Value, arguments
+from sidecar.replica.audit import CUT_SHORT, GONE, AuditLog, Ending, Value, arguments
 from sidecar.replica.operations_pause import LAST_UNDO_S, UNDO_S, undo
 from sidecar.replica.operations_recall import blank, cannot_tell, learn, recalled, replayed, restarted, said, same
 from sidecar.replica.requests import Wanted
@@ -153,6 +153,9 @@ class Operations:
         if record.running:
             record.conclude()
             await asyncio.wait({record.task}, timeout=_CONCLUDING_S + LAST_UNDO_S)
+
+    def _unfinished(self) -> Ending:
+        return CUT_SHORT if self._stopping else GONE
 
     def _refuse_when_stopping(self) -> None:
         if self._stopping:
@@ -375,7 +378,7 @@ class Operations:
         try:
             answers = await asyncio.gather(*(engine.cancel(request_id, at_ns) for engine in engines))
         except asyncio.CancelledError:
-            self._audit.ended(caller, peer, "cancel", request_id, GONE, time.monotonic() - began)
+            self._audit.ended(caller, peer, "cancel", request_id, self._unfinished(), time.monotonic() - began)
             raise
         withdrawn = any(isinstance(answer, protocol.Cancelled) and answer.cancelled for answer in answers)
         # The call itself succeeds whatever the engines say; an operation that had ended is nothing to withdraw.
@@ -401,7 +404,9 @@ class Operations:
         try:
             submitted = await asyncio.gather(*(engine.renew(renewal, at_ns) for engine in targets))
         except asyncio.CancelledError:
-            self._audit.ended(caller, peer, "renew", renewal.pause_request_id, GONE, time.monotonic() - began)
+            self._audit.ended(
+                caller, peer, "renew", renewal.pause_request_id, self._unfinished(), time.monotonic() - began
+            )
             raise
         answers = [
             EngineAnswer(engine.rank, engine.incarnation, answer)

@@ -336,7 +336,8 @@ def test_calls_that_outlast_the_grace_are_told_what_is_known_of_them(engine_dir,
             (grpc.StatusCode.DEADLINE_EXCEEDED, "OUTCOME_UNKNOWN")
         ] * 2
         assert [error.metadata["execution"] for error in told] == ["UNKNOWN"] * 2
-        assert [line["reason"] for line in sidecar.audit() if line["audit"] == "end"] == ["OUTCOME_UNKNOWN"] * 2
+        ends = [(line["code"], line["reason"]) for line in sidecar.audit() if line["audit"] == "end"]
+        assert ends == [("DEADLINE_EXCEEDED", "OUTCOME_UNKNOWN")] * 2, "as their callers were told"
     finally:
         sidecar.end()
 
