@@ -13,7 +13,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final, Protocol
 
 import grpc
@@ -24,6 +24,7 @@ from sidecar.replica.aggregate import EngineAnswer, Folded, fold
 from sidecar.replica.audit import CUT_SHORT, GONE, AuditLog, Ending, Value, arguments
 from sidecar.replica.operations_pause import LAST_UNDO_S, UNDO_S, undo
 from sidecar.replica.operations_recall import blank, cannot_tell, learn, recalled, replayed, restarted, said, same
+from sidecar.replica.record import Operation
 from sidecar.replica.requests import Wanted
 from sidecar.rpc.auth import Caller, Role
 from sidecar.rpc.deadlines import Deadline
@@ -51,40 +52,6 @@ class Observer(Protocol):
     def engine_pause(self, operation: str, longest_us: int) -> None:
         """What one engine paid for it."""
         ...
-
-
-@dataclass(slots=True)
-class Operation:
-    """One mutation and what became of it."""
-
-    wanted: Wanted
-    started_at: float
-    """Wall clock, for people."""
-    caller: Caller
-    peer: str
-    answers: dict[str, EngineAnswer] = field(default_factory=dict)
-    """By engine key."""
-    folded: Folded | None = None
-    task: asyncio.Task[None] | None = None
-    asked: Sequence[asyncio.Task[Submitted]] = ()
-    """One an engine, in the order of the engines asked last."""
-    deadline: Deadline = field(default_factory=lambda: Deadline(0))
-    """After this no engine begins it."""
-
-    def conclude(self) -> None:
-        """Wait no longer for the engines that have not answered: what is known of them now goes on record."""
-        for task in self.asked:
-            task.cancel()
-
-    @property
-    def running(self) -> bool:
-        """Whether it is under way now."""
-        return self.task is not None and not self.task.done()
-
-    @property
-    def settled(self) -> bool:
-        """Whether every engine said what happened."""
-        return self.folded is not None and all(answer.settled for answer in self.answers.values())
 
 
 class Operations:

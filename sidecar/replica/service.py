@@ -21,7 +21,8 @@ from engine_bridge import __version__, protocol
 from sidecar.backends.engine import EngineBackend, EngineSet, Lost, Unreachable
 from sidecar.replica import requests, rules
 from sidecar.replica.checks import forecast
-from sidecar.replica.operations import Operation, Operations
+from sidecar.replica.operations import Operations
+from sidecar.replica.record import Operation
 from sidecar.replica.sampler import Sampler
 from sidecar.replica.watch import SlowReaderError, WatchEndedError, Watchers
 from sidecar.rpc.auth import Role
