@@ -41,6 +41,8 @@ OTHER_INSTANCE: Final = "OTHER_INSTANCE"
 Metadata = tuple[tuple[str, str], ...]
 """Credentials that go with a call."""
 
+_QUESTION_S: Final = 5.0
+"""Longest wait for what a sidecar has on record of a pause: without an answer there is still time to call it."""
 _TOLERATED_DOUBT: Final = 0.2
 """Share of a call's time by which it may be taken for late too early; with more doubt the clock is asked for again."""
 
@@ -105,7 +107,8 @@ async def _call(
     if spec.resume.pause_request_id and not spec.validate_only:
 
         async def ask(tried: str) -> Asked:
-            return await ask_operation(channel, tried, _left_s(deadline_ns), metadata)
+            limit_s = min(_left_s(deadline_ns) / 2, _QUESTION_S)
+            return await ask_operation(channel, tried, limit_s, metadata)
 
         pause_id = await pause_meant(spec.resume.pause_request_id, replica, ask)
     stub = replica_pb2_grpc.CacheAdminStub(channel)
