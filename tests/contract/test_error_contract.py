@@ -270,8 +270,11 @@ def test_the_fleet_service_is_not_mistaken_for_ours(replica):
 
 def test_an_armed_reset_that_meets_no_idle_moment_is_withdrawn_at_the_deadline(replica):
     replica.engine.do("hold")
-    with failing() as caught:
-        replica.reset(0.8, wait_for_idle=True)
+    for _ in range(8):  # on a busy machine its caller may give up first, and then says nothing of the execution
+        with failing() as caught:
+            replica.reset(0.8, wait_for_idle=True)
+        if "execution" in caught[0].metadata:
+            break
     assert (caught[0].code, caught[0].reason) == (Code.DEADLINE_EXCEEDED, "NEVER_IDLE")
     assert caught[0].metadata["execution"] == "NOT_EXECUTED"
 
