@@ -11,6 +11,7 @@ back, and those that have are simply no longer recorded anywhere but at the engi
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -50,6 +51,7 @@ class Controller:
         """Uids that ended here: what the watch still tells of them may be older than that."""
         self._leading = False
         self._turn = asyncio.Lock()
+        self._turns = itertools.count(1)
 
     # --- what the watch tells ------------------------------------------------------------------------------------
 
@@ -168,8 +170,11 @@ class Controller:
             return
         await self.seen(fresh)
 
-    async def _admit(self, run: Run) -> None:
-        """The concurrency policy, once the new run's targets are known. One at a time: two must not pass together."""
+    async def _admit(self, run: Run) -> bool:
+        """The concurrency policy, once the new run's targets are known; whether it waited for others to end.
+
+        One at a time: two must not pass together.
+        """
         policy = run.resource.spec.concurrency_policy
         async with self._turn:
             in_the_way = [] if policy == "Allow" else self._in_the_way(run)
@@ -180,19 +185,25 @@ class Controller:
                     "ConcurrencyForbidden",
                     f"{other.resource.metadata.name} runs on {shared} of the same pods; concurrencyPolicy is Forbid",
                 )
-            run.admitted = True
+            if not run.admitted:
+                run.admitted, run.turn = True, next(self._turns)
         if not in_the_way:
-            return
+            return False
         names = ", ".join(other.resource.metadata.name for other, _ in in_the_way)
         await run.wait_for("Replacing", f"waits for the end of {names}, which it replaces")
         for other, _ in in_the_way:
             await other.cancel(f"replaced by {run.resource.metadata.name}")
         await run.outlast([other for other, _ in in_the_way])
+        return True
 
     def _in_the_way(self, run: Run) -> list[tuple[Run, int]]:
         """Runs that were let in before on some of the same pods, and on how many."""
         mine = run.plan.pods if run.plan else set()
-        others = [other for other in self._runs.values() if other is not run and other.admitted and not other.ended]
+        others = [
+            other
+            for other in self._runs.values()
+            if other.admitted and not other.ended and (not run.admitted or other.turn < run.turn)
+        ]
         shared = [(other, len(other.plan.pods & mine) if other.plan else 0) for other in others]
         return [(other, count) for other, count in shared if count]
 

@@ -72,14 +72,16 @@ def now() -> str:
 
 
 class Run:
-    """One run. `admit` is asked once the targets are known, and may raise NotToRun or wait for its turn."""
+    """One run. `admit` is asked once the targets are known; it may raise NotToRun, or wait and say so (True)."""
 
-    def __init__(self, resource: Resource, around: Surroundings, admit: Callable[[Run], Awaitable[None]]) -> None:
+    def __init__(self, resource: Resource, around: Surroundings, admit: Callable[[Run], Awaitable[bool]]) -> None:
         self.resource = resource
         self.plan: Plan | None = None
         self.execution: Execution | None = None
         self.admitted = False
         """Whether the concurrency policy has let it in."""
+        self.turn = 0
+        """Grows in the order in which runs are let in; 0 for one that was let in before this process led."""
         self.done = asyncio.Event()
         """Set when it has ended here, whatever the reason."""
         self._around = around
@@ -192,16 +194,9 @@ class Run:
         resumed = self.admitted = bool(resource.status.operation_id)
         self._held = self._held or resource.spec.suspend
         if resumed:
-            plan = plan_on_record(resource.status, self._around.server_name)
+            self.plan = plan = plan_on_record(resource.status, self._around.server_name)
         else:
-            plan = await self._new_plan(spec)
-        self.plan = plan
-        if not resumed:
-            if resource.spec.cancel or self._cancelled:
-                raise NotToRun("Cancelled", "Cancelled", self._cancelled or "cancelled before it was started")
-            await self._admit(self)
-            if self._cancelled:
-                raise NotToRun("Cancelled", "Cancelled", self._cancelled)
+            plan = await self._admitted_plan(spec)
         journal = ResourceJournal(self._writer, plan.ledger, plan.results)
         if not resumed:
             await self._put_plan_on_record(plan, journal)
@@ -240,6 +235,16 @@ class Run:
             return operation_spec(self.resource.spec)
         except ValueError as error:
             raise NotToRun("Failed", "InvalidSpec", str(error)) from error
+
+    async def _admitted_plan(self, spec: fleet_pb2.OperationSpec) -> Plan:
+        """The targets there are when its turn has come: what was seen before a wait may be minutes old."""
+        waited = True
+        while waited:
+            self.plan = plan = await self._new_plan(spec)
+            if self.resource.spec.cancel or self._cancelled:
+                raise NotToRun("Cancelled", "Cancelled", self._cancelled or "cancelled before it was started")
+            waited = await self._admit(self)
+        return plan
 
     async def _new_plan(self, spec: fleet_pb2.OperationSpec) -> Plan:
         made = new_plan(await self._resolve(spec), now())

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from apiserver import Refused
-from cluster import KEEP, ROLLING, Cluster, gate
+from cluster import KEEP, ROLLING, Cluster, gate, pod
 from kvctl.v1 import types_pb2
 
 from sidecar.operator.resource import read
@@ -32,6 +32,40 @@ async def test_one_that_replaces_another_says_whom_it_waits_for(cluster: Cluster
     assert (complete["status"], complete["reason"]) == ("False", "Replacing")
     assert "first" in complete["message"]
     assert waiting["observedGeneration"] == 1
+
+
+async def test_one_that_has_waited_runs_over_the_pods_that_are_there_when_its_turn_comes(cluster: Cluster) -> None:
+    reached, go = gate(cluster, 1)
+    async with cluster.operator() as operator:
+        await cluster.apply("first", ROLLING)
+        await asyncio.wait_for(reached.wait(), 40)
+        await cluster.apply("second", {**KEEP, "concurrencyPolicy": "Replace"})
+        await cluster.api.until(lambda: cluster.status("second").get("phase") == "Pending")
+        await cluster.api.remove("pods", "p3")
+        await cluster.api.put("pods", pod("p9", cluster.addresses[3]))
+        async with asyncio.timeout(40):
+            while "p9" not in {one.name for one in (await operator._discovery.targets()).targets}:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        go.set()
+        status = await cluster.finished("second")
+    assert status["phase"] == "Succeeded"
+    assert [row["replica"] for row in status["results"]] == ["p0", "p1", "p2", "p9"]
+    assert cluster.effects() == [2, 2, 1, 1]
+
+
+async def test_of_several_that_replace_each_other_the_last_one_runs(cluster: Cluster) -> None:
+    reached, go = gate(cluster, 1)
+    async with cluster.operator():
+        await cluster.apply("first", ROLLING)
+        await asyncio.wait_for(reached.wait(), 40)
+        for name in ("second", "third"):
+            await cluster.apply(name, {**KEEP, "concurrencyPolicy": "Replace"})
+            await cluster.api.until(lambda name=name: cluster.status(name).get("phase") == "Pending")  # type: ignore[misc]
+        assert (await cluster.finished("second"))["phase"] == "Cancelled"
+        go.set()
+        assert (await cluster.finished("third"))["phase"] == "Succeeded"
+        assert (await cluster.finished("first"))["phase"] == "Cancelled"
+    assert cluster.effects() == [2, 2, 1, 1]
 
 
 async def test_one_that_waits_for_another_is_cancelled_at_once_and_has_called_nobody(cluster: Cluster) -> None:
