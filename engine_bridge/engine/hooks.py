@@ -26,14 +26,14 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final
 
 from vllm.v1.engine import core as vllm_core
 
 from engine_bridge import attach
 from engine_bridge.engine.core import VllmEngine, rank_of
-from engine_bridge.engine.in_force import Layer
+from engine_bridge.engine.in_force import Layer, Layers
 from engine_bridge.page import Phase
 
 logger = logging.getLogger("kvctl.bridge")
@@ -192,20 +192,18 @@ def _hook_loop(engine: Any, port: VllmEngine, bridge: attach.Bridge) -> None:
             bridge.boundary()
         return original()
 
-    layers = [
-        Layer(engine, "_process_input_queue", at_boundary),
-        Layer(engine, "step_fn", step),
-        *_scheduler_layers(engine.scheduler, port),
-    ]
+    stepping = Layer(engine, "step_fn", step)
+    layers = [Layer(engine, "_process_input_queue", at_boundary), stepping, *_scheduler_layers(engine.scheduler, port)]
     if hasattr(engine, "_handle_shutdown"):
         layers.append(Layer(engine, "_handle_shutdown", handle_shutdown))
+    looping = Layers(*layers)
     handled = Layer(engine, "_handle_client_request", handle)
     # `handled` stays: a wake-up may still be in the queue, and stock code would call it an error.
-    bridge.on_breakdown = lambda: _get_out(layers, port)
-    for layer in (*layers, handled):
-        layer.lay()
-    bridge.before_boundary = lambda: _keep((layers[1], handled))
-    bridge.before_step = lambda: _keep(layers, port)
+    bridge.on_breakdown = lambda: _get_out(looping, port)
+    looping.lay()
+    handled.lay()
+    bridge.before_boundary = Layers(stepping, handled).lay
+    bridge.before_step = lambda: _keep(looping, port)
 
 
 def _scheduler_layers(scheduler: Any, port: VllmEngine) -> list[Layer]:
@@ -218,17 +216,14 @@ def _scheduler_layers(scheduler: Any, port: VllmEngine) -> list[Layer]:
     ]
 
 
-def _keep(layers: Iterable[Layer], port: VllmEngine | None = None) -> None:
-    for layer in layers:
-        layer.lay()
-    if port is not None:
-        port.keep_guards()
-        port.tidy()
+def _keep(layers: Layers, port: VllmEngine) -> None:
+    layers.lay()
+    port.keep_guards()
+    port.tidy()
 
 
-def _get_out(layers: list[Layer], port: VllmEngine) -> None:
-    for layer in layers:
-        layer.lift()
+def _get_out(layers: Layers, port: VllmEngine) -> None:
+    layers.lift()
     port.remove_guards()
 
 
@@ -281,20 +276,23 @@ def _hook_methods(engine: Any, port: VllmEngine, bridge: attach.Bridge, lock: An
         wanted.set()
         return shutdown(*args, **kwargs)
 
-    counted = [Layer(engine, "step_fn", step), *_scheduler_layers(engine.scheduler, port)]
-    guarded = [
-        Layer(engine, name, locked_and_noticed if name in _NOTICED else locked)
-        for name in _LOCKED
-        if hasattr(engine, name)
-    ]
+    counted = Layers(Layer(engine, "step_fn", step), *_scheduler_layers(engine.scheduler, port))
+    guarded = Layers(
+        *(
+            Layer(engine, name, locked_and_noticed if name in _NOTICED else locked)
+            for name in _LOCKED
+            if hasattr(engine, name)
+        )
+    )
 
     def get_out() -> None:
-        _get_out([*counted, *guarded], port)
+        guarded.lift()
+        _get_out(counted, port)
         wanted.set()
 
     bridge.on_breakdown = get_out
-    for layer in (*counted, *guarded, Layer(engine, "shutdown", close_and_shutdown)):
-        layer.lay()
+    for layers in (counted, guarded, Layer(engine, "shutdown", close_and_shutdown)):
+        layers.lay()
     bridge.before_step = lambda: _keep(counted, port)
 
 

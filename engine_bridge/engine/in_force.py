@@ -52,8 +52,6 @@ class Layer:
     def lay(self) -> None:
         """Be in force: on top, unless somebody insists on lying above. RuntimeError when the owner does not let us."""
         covered = self._owner.__dict__.get(self._name, _ABSENT)
-        if covered is self._last and self._active:
-            return
         self._active = True
         if covered in self._mine:
             return
@@ -109,3 +107,24 @@ class Layer:
                 self._name,
                 MOST_LAYERS,
             )
+
+
+class Layers:
+    """Layers that are looked at together, before every step: nearly always there is nothing to do, and nothing is
+    called then.
+    """
+
+    def __init__(self, *layers: Layer) -> None:
+        """Nothing is laid yet."""
+        self._layers = layers
+
+    def lay(self) -> None:
+        """See Layer.lay."""
+        for layer in self._layers:
+            if layer._owner.__dict__.get(layer._name) is not layer._last or not layer._active:
+                layer.lay()
+
+    def lift(self) -> None:
+        """See Layer.lift."""
+        for layer in self._layers:
+            layer.lift()

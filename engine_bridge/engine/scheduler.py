@@ -31,6 +31,8 @@ class Steps:
         self._engine = engine
         self._scheduler = engine.scheduler
         self._pools = pools.distinct_pools(engine.scheduler)
+        self._deferred = versions.deferred_queue(engine.scheduler)
+        self._holding = "kv_holding_waiting" if hasattr(engine.scheduler, "kv_holding_waiting") else ""
         self._pause_state = pause_state or (lambda: engine.scheduler.pause_state)
         self._maps = self._current_maps()
         self._reset_by_others = False
@@ -73,9 +75,10 @@ class Steps:
             self._count()
         scheduler = self._scheduler
         counters.running, counters.waiting = scheduler.get_request_counts()
-        counters.deferred = versions.deferred_requests(scheduler)
-        holding = getattr(scheduler, "kv_holding_waiting", None)
-        counters.holding = len(holding) if holding is not None else 0
+        if self._deferred:
+            counters.deferred = len(getattr(scheduler, self._deferred))
+        if self._holding:
+            counters.holding = len(getattr(scheduler, self._holding))
         counters.paused = int(self._pause_state())
         counters.outputs = self.outputs
         counters.preemptions = self.preemptions

@@ -153,9 +153,6 @@ def waiting_queues(scheduler: Scheduler) -> list[RequestQueue]:
     return [getattr(scheduler, name) for name in names if hasattr(scheduler, name)]
 
 
-def deferred_requests(scheduler: Scheduler) -> int:
-    """Waiting requests in a blocked state."""
-    for name in ("deferred_waiting", "skipped_waiting"):
-        if hasattr(scheduler, name):
-            return len(getattr(scheduler, name))
-    return 0
+def deferred_queue(scheduler: Scheduler) -> str:
+    """Name of the queue of waiting requests in a blocked state; empty where this vLLM has none."""
+    return next((name for name in ("deferred_waiting", "skipped_waiting") if hasattr(scheduler, name)), "")
