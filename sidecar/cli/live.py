@@ -28,8 +28,6 @@ READ_TIMEOUT_S: Final = 5.0
 REMARKS: Final = 3
 COLUMNS: Final = ("ENGINE", "VERDICT", "RUN", "WAIT", "FREE", "CACHED", "TOK/S", "CONTIG", "LAST RESET")
 LEAST_COLUMNS: Final = 4
-FULL_WIDTH: Final = 80
-"""Columns of text from which on every column of the table is shown; on less, as many as fit."""
 
 
 def live(settings: Settings, targets: fleet_pb2.Targets, interval_s: float, *, once: bool) -> int:
@@ -133,7 +131,7 @@ def screen(
     rows: int = 10_000,
     *,
     worst_last: bool = False,
-    width: int = FULL_WIDTH,
+    width: int = style.FULL_WIDTH,
 ) -> RenderableType:
     """What is shown, at most 80 columns wide: a head line, a row an engine, and why the first ones stall.
 
@@ -153,10 +151,10 @@ def screen(
     ]
     well = [_cells(replica, engine) for replica, engine in entries[stalled:]]
     cells = [*well, *gone, *stuck] if worst_last else [*stuck, *gone, *well]
-    fitting = _fitting(cells[:rows], width)
-    made = style.table(*COLUMNS[:fitting])
+    shown = style.fitting(COLUMNS, cells[:rows], width, LEAST_COLUMNS)
+    made = style.table(*COLUMNS[:shown])
     for row in cells[:rows]:
-        made.add_row(*row[:fitting])
+        made.add_row(*row[:shown])
     lines: list[RenderableType] = [style.words(head, "bad" if stalled or lost else ""), made]
     hidden = len(cells) - rows
     if hidden > 0:
@@ -165,19 +163,6 @@ def screen(
     if foot:
         lines.append(style.words(foot, "quiet"))
     return Group(*lines)
-
-
-def _fitting(cells: list[list[Text]], width: int) -> int:
-    """How many columns, from the left, a narrow terminal has room for."""
-    if width >= FULL_WIDTH:
-        return len(COLUMNS)
-    used = 0
-    for number, name in enumerate(COLUMNS):
-        used += max([len(name), *(row[number].cell_len for row in cells)])
-        if used > width and number >= LEAST_COLUMNS:
-            return number
-        used += 2
-    return len(COLUMNS)
 
 
 def _cells(replica: fleet_pb2.ReplicaAdmission, engine: types_pb2.EngineAdmission) -> list[Text]:

@@ -364,6 +364,19 @@ def test_a_full_screen_of_top_keeps_what_stalls_and_who_is_lost_and_lines_end_wi
     assert (shown[:2], shown[-2:]) == (["a00/0", "a01/0"], ["r2", "r1/0"])
 
 
+def test_on_a_narrow_terminal_tables_leave_columns_out_before_they_break_what_is_said() -> None:
+    lines = printed(lambda c: operation.print_table(c, a_reset()), 40).splitlines()
+    assert lines[0].split() == ["REPLICA", "OUTCOME", "WHAT", "HAPPENED"]
+    assert lines[1].startswith("r0       succeeded    812 cached")
+    assert max(len(line) for line in lines) <= 40
+    lines = printed(lambda c: admission.print_table(c, an_admission()), 40).splitlines()
+    assert [line.split() for line in lines[:3]] == [
+        ["REPLICA", "ENGINE", "VERDICT"],
+        ["r0", "0", "FLOWING"],
+        ["r1", "0", "HELD_BLOCKS_DEADLOCK"],
+    ]
+
+
 def test_a_replica_that_a_rollout_waits_for_comes_after_those_that_are_well_and_says_what_is_seen_of_it() -> None:
     made = a_reset()
     made.results[0].health = "waiting for it to be healthy (58 s left): HELD_BLOCKS_DEADLOCK for 12 s"

@@ -10,8 +10,9 @@ from typing import Final
 from google.protobuf.duration_pb2 import Duration
 from kvctl.v1 import fleet_pb2, types_pb2
 from rich.console import Console
+from rich.text import Text
 
-from sidecar.cli.printers.style import clean, named, seconds, table, words
+from sidecar.cli.printers.style import clean, fitting, named, seconds, table, words
 from sidecar.coordinator.outcomes import enum_word
 
 GOOD: Final = frozenset({types_pb2.VERDICT_IDLE, types_pb2.VERDICT_FLOWING})
@@ -49,24 +50,33 @@ def length(duration: Duration) -> float:
     return float(duration.seconds) + duration.nanos / 1e9
 
 
+_COLUMNS: Final = ("REPLICA", "ENGINE", "VERDICT", "FOR", "RUN", "WAIT", "FREE", "BLOCKS", "OLDEST")
+
+
 def print_table(console: Console, fleet: fleet_pb2.FleetAdmissionResponse) -> None:
     """A row an engine, readable at 80 columns; a sentence under it for each that needs one."""
-    made = table("REPLICA", "ENGINE", "VERDICT", "FOR", "RUN", "WAIT", "FREE", "BLOCKS", "OLDEST")
+    rows: list[list[Text]] = []
     for replica in in_order(fleet):
         for engine in replica.admission.engines:
-            made.add_row(
-                words(replica.replica),
-                words(str(engine.engine.data_parallel_rank)),
-                words(verdict_name(engine.verdict), tone(engine)),
-                words(seconds(length(engine.verdict_for))),
-                words(known(engine.requests.running)),
-                words(known(engine.requests.waiting)),
-                words(known(engine.blocks.free)),
-                words(known(engine.blocks.total)),
-                words(seconds(length(engine.oldest_waiting)) if engine.requests.waiting > 0 else "-"),
+            rows.append(
+                [
+                    words(replica.replica),
+                    words(str(engine.engine.data_parallel_rank)),
+                    words(verdict_name(engine.verdict), tone(engine)),
+                    words(seconds(length(engine.verdict_for))),
+                    words(known(engine.requests.running)),
+                    words(known(engine.requests.waiting)),
+                    words(known(engine.blocks.free)),
+                    words(known(engine.blocks.total)),
+                    words(seconds(length(engine.oldest_waiting)) if engine.requests.waiting > 0 else "-"),
+                ]
             )
         if replica.code != "OK":
-            made.add_row(words(replica.replica), words("-"), words(replica.code, "bad"), *[words("-")] * 6)
+            rows.append([words(replica.replica), words("-"), words(replica.code, "bad"), *[words("-")] * 6])
+    shown = fitting(_COLUMNS, rows, console.width, least=3)
+    made = table(*_COLUMNS[:shown])
+    for row in rows:
+        made.add_row(*row[:shown])
     if fleet.replicas:
         console.print(made)
     for line in remarks(fleet):

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from sidecar.cli.printers import advice, effects
 from sidecar.cli.printers.operations import state_name
-from sidecar.cli.printers.style import clean, count, named, seconds, table, words
+from sidecar.cli.printers.style import FULL_WIDTH, clean, count, named, seconds, table, words
 
 OUTCOMES: Final = {
     fleet_pb2.TARGET_OUTCOME_UNSPECIFIED: ("waiting", "quiet"),
@@ -40,13 +40,15 @@ _Text = tuple[str, str, str]
 
 
 def print_table(console: Console, operation: fleet_pb2.FleetOperation) -> None:
-    """A row a replica, readable at 80 columns, and the summary."""
-    made = table("REPLICA", "OUTCOME", "CODE", "WHAT HAPPENED")
+    """A row a replica, readable at 80 columns, and the summary. A narrow terminal has codes only in the summary."""
+    roomy = console.width >= FULL_WIDTH
+    made = table("REPLICA", "OUTCOME", *(["CODE"] if roomy else []), "WHAT HAPPENED")
     common = _said_by_many(operation)
     for row in in_order(operation.results):
         word, tone = _outcome(row)
         text = row.reason if row.reason and _text(row) in common else told(row, operation.spec)
-        made.add_row(words(row.replica), words(word, tone), words(row.code or "-"), words(text))
+        code = [words(row.code or "-")] if roomy else []
+        made.add_row(words(row.replica), words(word, tone), *code, words(text))
     _show(console, made, operation)
 
 

@@ -88,6 +88,23 @@ def table(*columns: str) -> Table:
     return made
 
 
+FULL_WIDTH: Final = 80
+"""Columns of text from which on a table has all of its columns; with less, as many as are readable."""
+
+
+def fitting(columns: Sequence[str], rows: Sequence[Sequence[Text]], width: int, least: int) -> int:
+    """How many columns, from the left, a terminal so wide has room for: at least so many, whatever it takes."""
+    if width >= FULL_WIDTH:
+        return len(columns)
+    used = 0
+    for number, name in enumerate(columns):
+        used += max([len(name), *(row[number].cell_len for row in rows)])
+        if used > width and number >= least:
+            return number
+        used += 2
+    return len(columns)
+
+
 _FOLDING: Final = frozenset({"REPLICA", "ADDRESS", "NAME", "LABELS", "WHAT", "MODEL", "FLEET"})
 
 
