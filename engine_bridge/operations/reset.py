@@ -141,11 +141,7 @@ def _refusal(port: EnginePort, request: protocol.Reset, *, caching: bool) -> Ver
         return None
     holders = port.holders()
     requests = holders.running_requests + holders.waiting_requests
-    who = (
-        f"{holders.held_blocks} blocks are held: {holders.running_requests} running and {holders.waiting_requests} "
-        f"waiting requests hold blocks, {holders.remote_loads} of them are loading KV from a remote tier, "
-        f"{holders.transfer_blocks} blocks are held by transfers"
-    )
+    who = _who_holds(holders)
     if request.running == "preempt":
         reason = "REMOTE_LOADS_IN_FLIGHT" if holders.remote_loads else "BLOCKS_HELD_BY_TRANSFERS"
         if not holders.remote_loads and holders.waiting_requests:
@@ -159,6 +155,20 @@ def _refusal(port: EnginePort, request: protocol.Reset, *, caching: bool) -> Ver
     else:
         reason, advice = "BLOCKS_HELD_BY_TRANSFERS", "no request holds them; try again when the transfers have ended"
     return Verdict("refused", reason=reason, message=f"{who}; {advice}", retry_after_ms=HELD_RETRY_MS)
+
+
+def _who_holds(holders: protocol.Holders) -> str:
+    """Whoever holds blocks, and nobody who does not: this is read in a narrow table."""
+    loading = f" ({holders.remote_loads} of them loading KV from a remote tier)" if holders.remote_loads else ""
+    found = [
+        f"{holders.running_requests} running" if holders.running_requests else "",
+        f"{holders.waiting_requests} waiting" if holders.waiting_requests else "",
+    ]
+    noun = "request" if holders.running_requests + holders.waiting_requests == 1 else "requests"
+    requests = " and ".join(filter(None, found))
+    transfers = f"transfers ({holders.transfer_blocks} blocks)" if holders.transfer_blocks else ""
+    who = " and ".join(filter(None, [f"{requests} {noun}{loading}" if requests else "", transfers]))
+    return f"{holders.held_blocks} blocks are held by {who or 'nobody the scheduler knows'}"
 
 
 def _refused(

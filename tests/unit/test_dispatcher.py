@@ -254,6 +254,25 @@ def test_preempt_is_refused_before_anything_is_preempted(world: World, state: An
     assert world.engine.preemptions == 0
 
 
+@pytest.mark.parametrize(
+    ("states", "transfer", "who"),
+    [
+        (["running"], 0, "2 blocks are held by 1 running request; "),
+        (["running", "loading"], 0, "4 blocks are held by 1 running and 1 waiting requests (1 of them loading KV"),
+        (["running"], 3, "5 blocks are held by 1 running request and transfers (3 blocks); "),
+        ([], 3, "3 blocks are held by transfers (3 blocks); "),
+    ],
+)
+def test_a_refusal_names_who_holds_blocks_and_nobody_who_does_not(
+    world: World, states: list[Any], transfer: int, who: str
+) -> None:
+    for state in states:
+        world.engine.add(state, 2)
+    if transfer:
+        world.engine.hold_transfer(transfer)
+    assert world.reset("fail").message.startswith(who)
+
+
 def test_blocks_held_by_no_request_are_blamed_on_transfers(world: World) -> None:
     world.engine.hold_transfer(2)
     for mode in ("fail", "preempt"):
