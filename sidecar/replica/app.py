@@ -79,6 +79,8 @@ def check(config: Config) -> str:
 
 def check_ready_file(path: Path | None) -> None:
     """OSError when it could not be written once serving: too late to say so then."""
+    if path is not None and path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, f"--ready-file {path} is a directory; expected a file's name")
     if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
         why = "may not write in it" if path.parent.is_dir() else "finds no such directory"
         raise OSError(errno.EACCES, f"--ready-file {path}: uid {os.getuid()} {why}")

@@ -70,8 +70,8 @@ class TokenFile:
         """OSError or ValueError when the file cannot be used now: a server must not start half protected."""
         self.role = role
         self.path = path
+        self._stamp = tls.stamp(path)  # before it is read: what is written in between is then read again
         self._tokens = [token.encode() for token in tls.read_tokens(path)]
-        self._stamp = tls.stamp(path)
         self._looked = time.monotonic()
         self._complained = False
 

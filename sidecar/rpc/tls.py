@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,7 +26,10 @@ _MAX_FILE_BYTES: Final = 1024 * 1024
 def read_file(path: Path, what: str) -> bytes:
     """The content of a small file. OSError names what it is for, the path, and the uid."""
     try:
-        with path.open("rb") as file:
+        # O_NONBLOCK: opening a pipe waits for its writer, and everything here would wait with it.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError(f"{what} {path} is not a regular file; it is read again and again")
             content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise OSError(

@@ -131,7 +131,7 @@ async def test_a_token_is_read_for_each_request_trimmed_and_sent_as_a_bearer(tmp
     vllm = FakeVllm()
     async with vllm, engines(vllm, token_file=token) as found:
         assert "Authorization: Bearer one\r\n" in vllm.headers[-1]
-        token.write_text("two\n")
+        token.write_text("# the new one\ntwo\nthree\n")
         await first(found).evidence(2.0)
         assert "Authorization: Bearer two\r\n" in vllm.headers[-1]
 

@@ -60,6 +60,7 @@ def test_a_token_file_that_is_not_there_is_told_without_numbers(monkeypatch, cap
     ("words", "code", "expected"),
     [
         (("--ready-file", "/none/ready"), 4, "--ready-file /none/ready: uid"),
+        (("--ready-file", "/"), 4, "--ready-file / is a directory"),
         (("--engine-url", "http://me:secret@127.0.0.1:1"), 2, "must not hold credentials"),
         (("--engine-url", "http://127.0.0.1:port"), 2, "engine URL"),
     ],
@@ -68,6 +69,14 @@ def test_a_check_finds_what_would_end_the_start(monkeypatch, capsys, tmp_path, w
     found, told = started(monkeypatch, capsys, tmp_path, *words)
     assert found == code
     assert expected in told
+
+
+@pytest.mark.parametrize("words", ["--token-file=admin={}", "--engine-token-file={}", "--tls-cert={} --tls-key={}"])
+def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(monkeypatch, capsys, tmp_path, words):
+    os.mkfifo(tmp_path / "pipe")
+    found, told = started(monkeypatch, capsys, tmp_path, *words.format(*[tmp_path / "pipe"] * 2).split())
+    assert found == 2
+    assert f"{tmp_path}/pipe is not a regular file" in told
     assert "secret" not in told
 
 

@@ -25,6 +25,7 @@ from sidecar.backends.http import client, exposition, replies
 from sidecar.backends.http.client import HttpError, NotSentError, Reply, Target
 from sidecar.backends.http.exposition import RankGauges
 from sidecar.backends.http.resets import Resets
+from sidecar.rpc.tls import read_token
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -232,7 +233,6 @@ class ApiServer:
         if self._token_file is None:
             return ""
         try:
-            return self._token_file.read_text(encoding="ascii").strip()
+            return read_token(self._token_file)
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-            raise NotSentError(f"the token file {self._token_file} cannot be read: {reason}") from error
+            raise NotSentError(f"the {error.args[-1]}") from error
