@@ -75,6 +75,8 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
 
 
 def _engine_dir(raw: Raw) -> Path:
+    if not settings.one(raw):
+        raise ValueError("no directory is given")
     path = Path(settings.one(raw)).absolute()
     longest = len(os.fsencode(path)) + len("/engine-00000-00000000.sock")
     if longest > addresses.MAX_SOCKET_PATH_BYTES:

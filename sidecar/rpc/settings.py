@@ -194,6 +194,8 @@ def _from_environment(program: Program, environment: Mapping[str, str]) -> dict[
                     "the pod, or rename the Service"
                 )
             parts = [part.strip() for part in value.split(",") if part.strip()]
+            if not parts:  # it would win over a file's token_file and leave the server without one
+                raise ConfigError(f"{variable}={value!r} has nothing in it; give a value, or unset it")
             found[suffix.lower()] = parts if setting.many else value
         elif suffix != "CONFIG" and not _SERVICE_LINK.fullmatch(suffix):
             raise ConfigError(
@@ -302,7 +304,9 @@ def pair(text: str, form: str) -> tuple[str, str]:
 
 
 def listen(raw: Raw) -> list[Address]:
-    """Addresses to listen on."""
+    """Addresses to listen on, at least one."""
+    if not several(raw):
+        raise ValueError("no address is given, and nobody could be served")
     return [addresses.parse_listen(text) for text in several(raw)]
 
 

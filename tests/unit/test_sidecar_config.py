@@ -137,7 +137,24 @@ def test_an_empty_variable_is_as_if_it_were_not_set():
     assert load([], {"KVCTL_SIDECAR_GRACE": ""}).grace == 20.0
 
 
+def test_an_empty_engine_directory_is_not_the_folder_one_stands_in():
+    with pytest.raises(ConfigError, match="--engine-dir: no directory"):
+        load(["--engine-dir", ""], {})
+
+
 PROGRAMS = [load, lambda words, env: coordinator.load(["--targets", "127.0.0.1:1", *words], env)]
+
+
+@pytest.mark.parametrize("load", PROGRAMS, ids=["sidecar", "coordinator"])
+def test_a_server_without_an_address_is_refused(load, tmp_path):
+    with pytest.raises(ConfigError, match="listen: no address is given"):
+        load(["--config", write(tmp_path, "listen: []\n")], {})
+
+
+def test_a_list_variable_with_nothing_in_it_does_not_switch_off_the_tokens_of_the_file(tmp_path):
+    path = write(tmp_path, "token_file: viewer=/tokens\n")
+    with pytest.raises(ConfigError, match="KVCTL_SIDECAR_TOKEN_FILE=',' has nothing in it"):
+        load(["--config", path], {"KVCTL_SIDECAR_TOKEN_FILE": ","})
 
 
 @pytest.mark.parametrize("load", PROGRAMS, ids=["sidecar", "coordinator"])
