@@ -2,8 +2,8 @@
 
 Every write to the API server costs milliseconds and rewrites the object. So what is to be recorded is gathered while
 a write is under way and goes with the next one (group commit), and whoever recorded an intent waits for the write that
-carries it. A write names the resource's uid: a resource deleted and made anew under the same name is another one, and
-its status is not ours.
+carries it. A resource deleted and made anew under the same name is another one, and its status is not ours. API servers
+do not compare the uid in a write to a custom resource's status, so a write names the version that it is about.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator.discovery import DiscoveryError
 from sidecar.coordinator.discovery.kube_api import Api, ApiError, MergePatch
+from sidecar.coordinator.discovery.kube_rows import Meta
 from sidecar.coordinator.port import JournalError
 from sidecar.operator import status
 from sidecar.operator.ended import EndedTargets
 from sidecar.operator.resource import GROUP, PLURAL, VERSION, Entry, Resource
 from sidecar.operator.status import Patch
+
+
+class _Answer(msgspec.Struct):
+    metadata: Meta
 
 
 def path_of(namespace: str, name: str = "") -> str:
@@ -35,8 +40,8 @@ class StatusWriter:
     def __init__(self, api: Api, resource: Resource, may_write: Callable[[], bool]) -> None:
         """`may_write`: whether this process is still the one to run operations (it holds the lease)."""
         self._api = api
-        self._path = path_of(resource.metadata.namespace, resource.metadata.name) + "/status"
-        self._uid = resource.metadata.uid
+        self._path = path_of(resource.metadata.namespace, resource.metadata.name)
+        self._uid, self._version = resource.metadata.uid, resource.metadata.resource_version
         self._may_write = may_write
         self._pending: Patch = {}
         self._waiting: list[asyncio.Future[None]] = []
@@ -66,7 +71,7 @@ class StatusWriter:
             error: Exception | None = None
             try:
                 await self._send(patch)
-            except (ApiError, DiscoveryError) as failed:
+            except (ApiError, DiscoveryError, msgspec.DecodeError) as failed:
                 error = JournalError(str(failed))
             except JournalError as failed:
                 error = failed
@@ -82,18 +87,28 @@ class StatusWriter:
                 else:
                     future.set_exception(error)
 
-    async def _send(self, patch: Patch) -> None:
+    async def _send(self, patch: Patch, tries: int = 5) -> None:
         if not self._may_write():
             self.detach("this operator no longer leads; the next leader goes on")
         if self.detached:
             raise JournalError(self.detached)
-        body = msgspec.json.encode({"metadata": {"uid": self._uid}, "status": patch})
+        body = msgspec.json.encode({"metadata": {"resourceVersion": self._version}, "status": patch})
         try:
-            await self._api.request("PATCH", self._path, body=body, content_type=MergePatch)
+            self._see(await self._api.request("PATCH", self._path + "/status", body=body, content_type=MergePatch))
         except ApiError as error:
-            if error.status in (404, 409):
+            if error.status == 404:
                 self.detach("the CacheOperation was deleted")
-            raise
+            if error.status != 409 or tries == 1:
+                raise
+            self._see(await self._api.request("GET", self._path))
+            await self._send(patch, tries - 1)
+
+    def _see(self, answer: bytes) -> None:
+        meta = msgspec.json.decode(answer, type=_Answer).metadata
+        if meta.uid != self._uid:
+            self.detach("the CacheOperation was deleted, and another one has its name")
+            raise JournalError(self.detached)
+        self._version = meta.resource_version
 
 
 def _merge(into: Patch, patch: Patch) -> None:

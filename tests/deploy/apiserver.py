@@ -217,7 +217,8 @@ class ApiServer:
             raise Refused(
                 409, "Conflict", "the object has been modified; please apply your changes to the latest version"
             )
-        if meta.get("uid") not in (None, old["metadata"]["uid"]):
+        # A write to the status of a custom resource keeps the old metadata before anything is compared.
+        if sub != "status" and meta.get("uid") not in (None, old["metadata"]["uid"]):
             raise Refused(409, "Conflict", f"Precondition failed: UID in precondition: {meta['uid']}")
         if sub == "status":
             new = {**copy.deepcopy(old), "status": new.get("status", {})}

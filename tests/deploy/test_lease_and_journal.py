@@ -145,11 +145,19 @@ async def test_a_resource_made_anew_under_the_same_name_is_not_written_to(api: A
     writer = StatusWriter(client, await resource(api), lambda: True)
     await api.remove("cacheoperations", "wipe")
     await resource(api)
-    with pytest.raises(JournalError, match="UID"):
+    with pytest.raises(JournalError, match="another one has its name"):
         await writer.write({"phase": "Running"})
     assert "status" not in api.get("cacheoperations", "wipe")
     with pytest.raises(JournalError, match="deleted"):
         await writer.write({"phase": "Running"})
+
+
+async def test_what_others_change_meanwhile_does_not_keep_a_write_back(api: ApiServer, client: Api) -> None:
+    writer = StatusWriter(client, await resource(api), lambda: True)
+    await api.merge("cacheoperations", "wipe", {"spec": {"suspend": True}})
+    await writer.write({"phase": "Suspended"})
+    stored = api.get("cacheoperations", "wipe")
+    assert (stored["spec"]["suspend"], stored["status"]["phase"]) == (True, "Suspended")
 
 
 async def test_who_no_longer_leads_writes_nothing(api: ApiServer, client: Api) -> None:
