@@ -66,7 +66,7 @@ class EngineReset(Engine):
     multimodal: Tier
     encoder: Tier
     cached_blocks_dropped: int
-    """0 with a tier that is done: there was nothing to drop."""
+    """0 with a tier that is done: there was nothing to drop. -1, here and below: not known over HTTP."""
     requests_running: int
     requests_kept: int
     requests_preempted: int

@@ -49,7 +49,7 @@ def entry_of(row: fleet_pb2.TargetResult, uid: str) -> Entry:
 
 def shown(row: fleet_pb2.TargetResult, uid: str) -> Row:
     """The row a person reads."""
-    dropped = sum(engine.cached_blocks_dropped for engine in row.reset.engines) if row.HasField("reset") else None
+    dropped = [engine.cached_blocks_dropped for engine in row.reset.engines] if row.HasField("reset") else [-1]
     return Row(
         row.replica,
         _NAMES[row.outcome],
@@ -61,7 +61,7 @@ def shown(row: fleet_pb2.TargetResult, uid: str) -> Row:
         row.attempts,
         row.wave,
         row.request_id,
-        dropped,
+        sum(dropped) if min(dropped, default=0) >= 0 else None,  # -1: not known over HTTP
     )
 
 

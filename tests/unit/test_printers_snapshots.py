@@ -15,10 +15,11 @@ from rich.console import Console
 
 from sidecar.cli import checkup, live
 from sidecar.cli.finding import Finding
-from sidecar.cli.printers import admission, encoding, operation, operations, replicas, style
+from sidecar.cli.printers import admission, effects, encoding, operation, operations, replicas, style
 from sidecar.cli.printers.operation import told
 from sidecar.client.results import fleet_result
 from sidecar.coordinator import outcomes
+from sidecar.operator import status
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 OPERATION_ID = "35b002b1-9e3c-4e95-8fce-673a72e0eb01"
@@ -493,3 +494,20 @@ def test_why_replicas_are_not_reached_is_said_once_under_the_table() -> None:
     assert shown.count("no answer within 5 s") == 1
     assert "u0, u1, u2, u3, u4, u5 and 3 more: no answer within 5 s\n" in shown
     assert "r1: the engine's process is gone\n" in shown
+
+
+def test_what_cannot_be_known_over_http_is_no_number() -> None:
+    """-1 is the wire's word for it; nobody dropped minus one block in no time."""
+    over_http = types_pb2.EngineReset(
+        prefix_cache=types_pb2.TierResult(state=types_pb2.TIER_STATE_DONE),
+        prefix_caching_enabled=True,
+        cached_blocks_dropped=-1,
+        requests_preempted=-1,
+    )
+    text = "reset, number of cached blocks dropped not known, number of requests preempted not known"
+    assert effects.reset([over_http]) == text
+    row = fleet_pb2.TargetResult(replica="r0", outcome=fleet_pb2.TARGET_OUTCOME_SUCCEEDED, code="OK")
+    row.reset.engines.append(over_http)
+    assert status.shown(row, "uid").cached_blocks_dropped is None
+    row.reset.engines[0].cached_blocks_dropped = 0
+    assert status.shown(row, "uid").cached_blocks_dropped == 0

@@ -90,8 +90,11 @@ def reset(engines: Sequence[types_pb2.EngineReset], *, with_tiers: bool = True) 
         return ""
     parts = [_dropped(engines)]
     for name in ("kept", "preempted", "quarantined"):
-        if number := sum(getattr(engine, f"requests_{name}") for engine in engines):
-            parts.append(f"{count(number, 'request')} {name}")
+        numbers = [getattr(engine, f"requests_{name}") for engine in engines]
+        if min(numbers) < 0:
+            parts.append(f"number of requests {name} not known")
+        elif sum(numbers):
+            parts.append(f"{count(sum(numbers), 'request')} {name}")
     if with_tiers:
         parts += _other_tiers(engines)
     moved = [engine.reorder for engine in engines if engine.HasField("reorder")]
@@ -167,6 +170,8 @@ def _dropped(engines: Sequence[types_pb2.EngineReset]) -> str:
     dropped = sum(engine.cached_blocks_dropped for engine in engines)
     if any(engine.prefix_cache.state == types_pb2.TIER_STATE_UNCONFIRMED for engine in engines):
         return "accepted, its effect was not confirmed"
+    if any(engine.cached_blocks_dropped < 0 for engine in engines):
+        return "reset, number of cached blocks dropped not known"
     return f"{count(dropped, 'cached block')} dropped" if dropped else "0 blocks were cached"
 
 
@@ -187,7 +192,8 @@ def _contiguity(engines: Sequence[types_pb2.EngineReorder]) -> str:
 
 
 def _pause(costs: Iterable[types_pb2.EnginePause]) -> str:
-    return f"engine paused {seconds(max(cost.longest_us for cost in costs) / 1e6)}"
+    longest = max(cost.longest_us for cost in costs)
+    return f"engine paused {seconds(longest / 1e6)}" if longest else ""  # 0: nobody measured it
 
 
 def _together(engines: int, parts: Sequence[str]) -> str:

@@ -578,13 +578,13 @@ class EngineReset(_message.Message):
     REORDER_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     cached_blocks_dropped: _builtins.int
-    """Blocks that carried a hash and no longer do. 0 with DONE means there was nothing to drop."""
+    """Blocks that carried a hash and no longer do. 0 with DONE means there was nothing to drop, -1 not known (HTTP)."""
     requests_running: _builtins.int
     """Requests running when the operation started."""
     requests_kept: _builtins.int
     """Running requests that kept their blocks."""
     requests_preempted: _builtins.int
-    """Running requests that were preempted."""
+    """Running requests that were preempted; -1: not known (HTTP)."""
     requests_quarantined: _builtins.int
     """Requests whose later blocks are barred from the cache until they end or are recomputed."""
     prefix_caching_enabled: _builtins.bool
