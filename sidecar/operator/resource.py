@@ -115,8 +115,10 @@ class Spec(msgspec.Struct, rename="camel"):
     def shown_as(self) -> str:
         """For people: "Reset Keep"."""
         if self.reset is not None:
-            return f"Reset {self.reset.running_requests}"
-        return f"Reorder {self.reorder.scope}" if self.reorder is not None else "Relieve"
+            what = f"Reset {self.reset.running_requests}"
+        else:
+            what = f"Reorder {self.reorder.scope}" if self.reorder is not None else "Relieve"
+        return f"{what} (checked only)" if self.validate_only else what
 
 
 class Entry(msgspec.Struct, rename="camel", omit_defaults=True):

@@ -24,7 +24,7 @@ from sidecar.coordinator.discovery.kube_api import Api
 from sidecar.coordinator.execution import Execution
 from sidecar.coordinator.metrics import CoordinatorMetrics
 from sidecar.coordinator.port import JournalError
-from sidecar.coordinator.rollout import PolicyError
+from sidecar.coordinator.rollout import Policy, PolicyError
 from sidecar.coordinator.selectors import SelectorError, read_targets
 from sidecar.operator import status
 from sidecar.operator.ended import EndedTargets
@@ -232,9 +232,11 @@ class Run:
 
     def _asked(self) -> fleet_pb2.OperationSpec:
         try:
-            return operation_spec(self.resource.spec)
+            asked = operation_spec(self.resource.spec)
+            Policy.resolve(asked.rollout, 1)
         except ValueError as error:
             raise NotToRun("Failed", "InvalidSpec", str(error)) from error
+        return asked
 
     async def _admitted_plan(self, spec: fleet_pb2.OperationSpec) -> Plan:
         """The targets there are when its turn has come: what was seen before a wait may be minutes old."""

@@ -57,6 +57,7 @@ BAD = [
     ({"reorder": {"scope": "Everything"}, "targets": ALL}, "scope"),
     ({"reset": {}, "targets": ALL, "rollout": {"canary": 1}}, "need strategy Rolling"),
     ({"reset": {}, "targets": ALL, "rollout": {"strategy": "Rolling", "maxUnavailable": 0}}, "at least 1"),
+    ({"reset": {}, "targets": ALL, "rollout": {"strategy": "Rolling", "maxUnavailable": 10**9}}, "at least 1"),
     ({"reset": {}, "targets": ALL, "rollout": {"strategy": "Rolling", "maxUnavailable": "0%"}}, "at least 1"),
     ({"reset": {}, "targets": ALL, "rollout": {"strategy": "Rolling", "maxUnavailable": "101%"}}, "at least 1"),
     ({"reset": {}, "targets": ALL, "rollout": {"concurrency": 5000}}, "concurrency"),

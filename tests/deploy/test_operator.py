@@ -130,8 +130,20 @@ async def test_a_selector_that_means_nothing_ends_as_failed_and_calls_nobody(clu
 async def test_validate_only_changes_nothing(cluster: Cluster) -> None:
     async with cluster.operator():
         await cluster.apply("check", {**KEEP, "validateOnly": True})
-        assert (await cluster.finished("check"))["phase"] == "Succeeded"
+        status = await cluster.finished("check")
+    assert (status["phase"], status["operation"]) == ("Succeeded", "Reset Keep (checked only)")
     assert cluster.effects() == [0] * 4
+
+
+async def test_a_rollout_that_an_older_definition_let_in_ends_as_failed_and_is_not_tried_again(
+    cluster: Cluster,
+) -> None:
+    cluster.api.kinds["kvctl.dev", "cacheoperations"].schema = None
+    await cluster.apply("wipe", {**KEEP, "rollout": {"strategy": "Rolling", "maxUnavailable": 10**9}})
+    async with cluster.operator():
+        status = await cluster.finished("wipe")
+    assert (status["phase"], cluster.effects()) == ("Failed", [0] * 4)
+    assert "max_unavailable is '1000000000'" in status["message"]
 
 
 async def test_a_finished_operation_is_deleted_after_its_time(cluster: Cluster) -> None:
