@@ -108,7 +108,9 @@ class Store:
         """Finish what was queued, close, release the lock."""
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
-        for connection in (self._writer, self._reader):
+        # The writer last: only it can empty the -wal into the file. Left behind, it would be taken for the newest part
+        # of a backup that is put in the file's place.
+        for connection in (self._reader, self._writer):
             if connection is not None:
                 connection.close()
         self.stopped.close()
@@ -380,6 +382,6 @@ class Store:
 
     def _corrupt(self, found: str) -> str:
         return (
-            f"{_CORRUPT}: {self.path}: {found}; stop the coordinator, move the file away (or restore a "
-            "backup) and start it again"
+            f"{_CORRUPT}: {self.path}: {found}; stop the coordinator, move the file away with its -wal and -shm "
+            "(a backup may take its place) and start it again"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import shutil
@@ -135,6 +136,22 @@ async def test_writes_are_synced_and_those_that_wait_together_share_a_transactio
     assert found is not None
     assert len(found.recorded) == 1000
     assert len(commits) < 100
+
+
+async def test_a_backup_put_in_the_place_of_a_store_that_was_closed_is_what_is_read(tmp_path: Path) -> None:
+    path, backup = tmp_path / "operations.db", tmp_path / "backup.db"
+    store = Store(path)
+    with contextlib.closing(sqlite3.connect(path)) as live, contextlib.closing(sqlite3.connect(backup)) as copy:
+        live.backup(copy)
+    await store.create(operation(), AIMS, [], "me")
+    assert len(await store.page(10, 0)) == 1
+    await store.close()
+    assert not path.with_name("operations.db-wal").exists()
+    backup.replace(path)
+    restored = Store(path)
+    assert not restored.trouble
+    assert await restored.page(10, 0) == []
+    await restored.close()
 
 
 async def test_pages_go_from_the_newest_and_meet_each_operation_once(tmp_path: Path) -> None:
