@@ -340,11 +340,12 @@ def _log_call(method: str, context: Context, began: float, error: Failure | None
         LOG.debug("call method=%s peer=%s code=OK took_ms=%.1f", method, context.peer(), took_ms)
         return
     LOG.info(
-        "call method=%s peer=%s code=%s reason=%s took_ms=%.1f trace=%s message=%r",
+        "call method=%s peer=%s code=%s reason=%s request_id=%s took_ms=%.1f trace=%s message=%r",
         method,
         context.peer(),
         error.code.name,
         error.reason,
+        error.metadata.get("request_id", "-"),
         took_ms,
         tracing.trace_id() or "-",
         error.message,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import grpc
@@ -37,7 +38,8 @@ class Unruly(replica_pb2_grpc.CacheAdminServicer):
         raise RuntimeError(b"bytes \xff that are not UTF-8".decode("utf-8", "surrogateescape"))
 
     async def RelieveAdmission(self, request, context):
-        raise errors.Failure(Code.ABORTED, "CANCELLED", b"lone \xff".decode("utf-8", "surrogateescape"))
+        text = b"lone \xff".decode("utf-8", "surrogateescape")
+        raise errors.Failure(Code.ABORTED, "CANCELLED", text, {"request_id": "the-id"})
 
     async def GetReplica(self, request, context):
         self.entered.set()
@@ -103,6 +105,12 @@ async def test_a_defect_is_internal_names_its_type_and_gives_no_trace_away(serve
 async def test_bytes_that_are_not_utf8_in_an_error_text_do_not_break_the_reply(served):
     error = await failure_of(served.stub.RelieveAdmission(api.RelieveAdmissionRequest()))
     assert (error.code, error.message) == (Code.ABORTED, "lone ?")
+
+
+async def test_a_call_that_failed_is_logged_with_the_request_id_it_was_about(served, caplog):
+    with caplog.at_level(logging.INFO, "kvctl.rpc"):
+        await failure_of(served.stub.RelieveAdmission(api.RelieveAdmissionRequest()))
+    assert "reason=CANCELLED request_id=the-id " in caplog.text
 
 
 async def test_a_method_the_server_did_not_implement_has_its_reason(served):
