@@ -253,9 +253,9 @@ def _why_not_unix(path: Path) -> str:
         return f"unix:{path}: the directory {path.parent} does not exist; create it first"
     if not os.access(path.parent, os.W_OK | os.X_OK):
         return f"unix:{path}: uid {os.getuid()} may not write in {path.parent}"
-    if not path.exists():
+    if not os.path.lexists(path):
         return ""
-    if not path.is_socket():
+    if not path.is_socket():  # a link that leads nowhere included
         return f"unix:{path}: a file that is not a socket is in the way; remove it or choose another path"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)

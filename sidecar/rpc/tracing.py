@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
+
+LOG: Final = logging.getLogger(__name__)
 
 TRACE_PARENT: Final[contextvars.ContextVar[str]] = contextvars.ContextVar("traceparent", default="")
 """Trace context of the running call; empty when the caller sent none or it is malformed."""
@@ -46,7 +49,8 @@ def metadata() -> tuple[tuple[str, str], ...]:
 
 def span_maker(service: str) -> SpanMaker | None:
     """Makes spans when OpenTelemetry is installed and configured; None otherwise. Starts its exporter's thread."""
-    if not any(os.environ.get(name) for name in _ENDPOINTS):
+    named = [name for name in _ENDPOINTS if os.environ.get(name)]
+    if not named:
         return None
     try:
         from opentelemetry import context, trace
@@ -55,7 +59,8 @@ def span_maker(service: str) -> SpanMaker | None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-    except ImportError:
+    except ImportError as error:
+        LOG.warning("no spans are made although %s is set: %s; install kvctl[otel]", named[0], error)
         return None
     # Not flushed at exit: a collector that is down would hold up the end of the process by its retries.
     provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator
 
 import grpc
@@ -167,3 +168,15 @@ async def test_a_channel_finds_a_server_again_within_seconds_of_its_return():
         server, _ = await serve(ServerSettings([bound], Authorizer(RULES)))
         await stub.GetOperation(api.GetOperationRequest(), timeout=6, wait_for_ready=True)
     await server.stop(0)
+
+
+def test_spans_that_are_asked_for_and_cannot_be_made_are_told_of(monkeypatch, caplog):
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    assert tracing.span_maker("kvctl-sidecar") is None
+    assert caplog.text == ""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    assert tracing.span_maker("kvctl-sidecar") is None
+    assert "although OTEL_EXPORTER_OTLP_ENDPOINT is set" in caplog.text
+    assert "kvctl[otel]" in caplog.text

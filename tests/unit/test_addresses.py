@@ -85,6 +85,9 @@ def test_a_live_unix_socket_is_not_taken_away_and_a_dead_one_is_free(tmp_path):
     path.unlink()
     path.write_text("notes")
     assert "not a socket" in addresses.why_not_bindable(address)
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere")
+    assert "not a socket" in addresses.why_not_bindable(address)
 
 
 def test_service_links_are_recognised():
