@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from typing import Final
 
 from kvctl.v1 import replica_pb2, types_pb2
@@ -15,6 +17,8 @@ from sidecar.rpc import addresses
 from sidecar.rpc.channels import ClientSecurity
 
 LOOK_EVERY_S: Final = 0.5
+QUIET_S: Final = 2.0
+"""How long nothing must run or wait: requests still arrive until every router knows that the pod is terminating."""
 CALL_TIMEOUT_S: Final = 3.0
 LOST_TRIES: Final = 3
 """Looks without an answer after which the sidecar counts as gone: it may stop before the engine does."""
@@ -30,11 +34,12 @@ _NOBODY_TO_WAIT_FOR: Final = frozenset(
 
 
 async def until_idle(address: str, security: ClientSecurity, timeout_s: float) -> str:
-    """Wait until no engine has a running or waiting request. Says how the wait ended."""
+    """Wait until no engine has had a running or waiting request for a while. Says how the wait ended."""
     channels = Channels(security)
     target = Target(addresses.parse(address, what="sidecar address").target)
     left = "nothing was seen"
     lost = 0
+    idle_since = math.inf
     try:
         async with asyncio.timeout(timeout_s):
             while True:
@@ -48,9 +53,10 @@ async def until_idle(address: str, security: ClientSecurity, timeout_s: float) -
                 else:
                     lost = 0
                     busy = requests(found)
-                    if busy == 0:
+                    idle_since = math.inf if busy else min(idle_since, time.monotonic())
+                    if time.monotonic() - idle_since >= QUIET_S:
                         return "no request runs or waits"
-                    left = f"{busy} requests still run or wait"
+                    left = f"{busy} requests still run or wait" if busy else "idle, but not for long yet"
                 await asyncio.sleep(LOOK_EVERY_S)
     except TimeoutError:
         return f"gave up after {timeout_s:g} s: {left}"

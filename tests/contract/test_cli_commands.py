@@ -22,6 +22,9 @@ import yaml
 from fake_sidecar_server import FakeSidecar, refused, serving
 from kvctl.v1 import types_pb2
 
+from sidecar.cli import hooks
+from sidecar.rpc.channels import ClientSecurity
+
 ROOT = Path(__file__).parents[2]
 KVCTL = [sys.executable, "-m", "sidecar.cli.main"]
 
@@ -458,11 +461,23 @@ def test_the_pre_stop_hook_waits_for_requests_within_its_limit_and_never_fails_a
         address = yaml.safe_load(inventory.read_text())["replicas"][0]["address"]
         busy = kvctl(tmp_path, "hook", "pre-stop", "--sidecar", address, "--timeout", "1s")
         ready = kvctl(tmp_path, "hook", "post-start", "--sidecar", address, "--timeout", "10s")
+        lost = kvctl(tmp_path, "hook", "post-start", "--sidecar", address, "--ca", "/no/ca.crt")
     gone = kvctl(tmp_path, "hook", "pre-stop", "--sidecar", "127.0.0.1:1", "--timeout", "20s")
     assert (busy.returncode, busy.stderr) == (0, "pre-stop: gave up after 1 s: 4 requests still run or wait\n")
     assert (ready.returncode, ready.stderr) == (0, "post-start: the sidecar r0 answers\n")
-    assert gone.returncode == 0
+    assert (lost.returncode, gone.returncode) == (0, 0)
+    assert "not waiting: CA file /no/ca.crt cannot be read" in lost.stderr
     assert "not waiting: 127.0.0.1:1: connection refused" in gone.stderr
+
+
+async def test_the_pre_stop_hook_does_not_take_one_idle_moment_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([0, 3, *[0] * 1000])
+    monkeypatch.setattr(hooks, "requests", lambda _: next(seen))
+    monkeypatch.setattr(hooks, "QUIET_S", 0.3)
+    monkeypatch.setattr(hooks, "LOOK_EVERY_S", 0.05)
+    async with serving(FakeSidecar("r0")) as (address,):
+        assert await hooks.until_idle(address, ClientSecurity(), 10) == "no request runs or waits"
+    assert next(seen) == 0, "the 3 requests after the first idle moment were seen"
 
 
 # --- start-up --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """kvctl hook: what Kubernetes runs in a container when it starts and before it stops.
 
-A hook must never hold a pod up: it has a time limit of its own, and it exits 0 unless its options make no sense. What
+A hook must never hold a pod up: it has a time limit of its own, and it exits 0 unless its options cannot be read. What
 it found goes to stderr, which Kubernetes shows in the pod's events when a hook fails, and to PID 1's log otherwise.
 """
 
@@ -48,12 +48,16 @@ def _wait(which: str, address: str, timeout_s: float, trust: Mapping[str, str | 
     import asyncio
 
     from sidecar.cli import hooks, output
+    from sidecar.cli.failures import Refusal
     from sidecar.cli.reaching import security_of, told_plainly
     from sidecar.cli.settings import Settings
 
     ca, cert, key, token_file, name = (trust[one] or "" for one in ("ca", "cert", "key", "token_file", "server_name"))
     settings = Settings(targets=(address,), ca=ca, cert=cert, key=key, token_file=token_file, server_name=name)
-    with told_plainly():
-        security = security_of(settings)
-        wait = hooks.until_idle if which == "pre-stop" else hooks.until_answering
-        output.note(f"{which}: {asyncio.run(wait(address, security, timeout_s))}")
+    try:
+        with told_plainly():
+            security = security_of(settings)
+            wait = hooks.until_idle if which == "pre-stop" else hooks.until_answering
+            output.note(f"{which}: {asyncio.run(wait(address, security, timeout_s))}")
+    except Refusal as refused:
+        output.note(f"{which}: not waiting: {refused}")
