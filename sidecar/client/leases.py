@@ -149,7 +149,8 @@ class Lease:
             await stub.RenewPause(request, timeout=timeout_s, metadata=self._channels.metadata())
 
     async def _declare_whole(self, timeout_s: float) -> None:
-        deadline = _now() + timeout_s
+        began = _now()
+        deadline = began + timeout_s
         while True:
             try:
                 return await self._renew(self._lease_s, complete=True, timeout_s=max(deadline - _now(), 0.05))
@@ -160,13 +161,14 @@ class Lease:
                     self.error = LeaseLost(text, code=failure.code, reason=failure.reason, replica=self.aim.name)
                     return None
                 if failure.code != "UNAVAILABLE" or _now() + _PAUSE_BETWEEN_TRIES_S >= deadline:
-                    self._lost(failure)
+                    self._lost(failure, _now() - began)
                     return None
             await asyncio.sleep(_PAUSE_BETWEEN_TRIES_S)
 
     async def _tried(self, call: Call, timeout_s: float, *, again: bool = False) -> bool:
         """One call, repeated while the replica cannot be reached (and, with `again`, while it refuses)."""
-        deadline = _now() + timeout_s
+        began = _now()
+        deadline = began + timeout_s
         while True:
             failure = await self._once(call, max(deadline - _now(), 0.05))
             if failure is None:
@@ -174,7 +176,7 @@ class Lease:
             worth = failure.code in _AGAIN_CODES if again else failure.code == "UNAVAILABLE"
             wait_s = max(_PAUSE_BETWEEN_TRIES_S, failure.retry_after_s)
             if not worth or _now() + wait_s >= deadline:
-                self._lost(failure)
+                self._lost(failure, _now() - began)
                 return False
             await asyncio.sleep(wait_s)
 
@@ -195,8 +197,8 @@ class Lease:
                 return failure
         return None
 
-    def _lost(self, failure: outcomes.Failure) -> None:
-        told = outcomes.unreachable(failure, self.aim.address, 0.0) if not failure.from_sidecar else failure
+    def _lost(self, failure: outcomes.Failure, after_s: float) -> None:
+        told = outcomes.unreachable(failure, self.aim.address, after_s) if not failure.from_sidecar else failure
         self.error = error_for(told.code, told.reason, told.message, self.aim.name)
 
     async def _stop_keeping(self) -> None:

@@ -161,14 +161,17 @@ class Attempt:
         return final
 
     def _tried(self, last: fleet_pb2.TargetResult) -> str:
-        """How many tries, and how long all of them took where the last one waited: its text tells only its own time.
+        """How many tries, and how long all of them took where they waited: the last one's text tells only its own time.
 
         Short tries with `wait` are as many as chance has it, and the texts of many replicas are to be alike.
         """
         if self._calls < 2:
             return ""
+        spent_s = self._now() - self._began
         if last.took.seconds:
-            return f"{self._calls} tries in {self._now() - self._began:.0f} s; "
+            return f"{self._calls} tries in {spent_s:.0f} s; "
+        if spent_s >= max(1.0, 0.8 * (self._call_deadline - self._began)):
+            return f"tried for {spent_s:.0f} s; "
         return "" if self._spec.wait else f"{self._calls} tries; "
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -98,3 +99,17 @@ async def test_what_an_update_asks_for_is_not_begun_after_the_client_has_given_u
     async with serving(fake) as addresses, aio.Fleet(addresses) as fleet, fleet.weight_update():
         pass
     assert [kind for kind in bound if kind != "renew"] == ["pause", "reset", "resume"]
+
+
+async def test_a_replica_that_stops_answering_is_lost_with_the_time_it_was_given() -> None:
+    fake = FakeSidecar("r0")
+
+    async def silent(kind: str) -> None:
+        if kind == "renew":
+            await asyncio.sleep(60)
+
+    async with serving(fake) as addresses, aio.Fleet(addresses) as fleet:
+        fake.before = silent
+        with pytest.raises(client.FleetFailed, match=f"no answer from {addresses[0]} within 1 s"):
+            async with fleet.weight_update(lease_s=1.0):
+                pass

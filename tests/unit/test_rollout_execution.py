@@ -141,6 +141,19 @@ def test_tries_are_told_and_with_long_ones_how_long_all_of_them_took(a_try_takes
     assert re.fullmatch(f"no answer {told}", results["r0"].message)
 
 
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_short_last_try_does_not_hide_how_long_there_was_no_answer(wait: bool) -> None:
+    class Silent(FakeFleet):
+        async def call(self, aim: Aim, spec: fleet_pb2.OperationSpec, request_id: str, timeout_s: float) -> Answer:
+            await asyncio.sleep(min(timeout_s, 26.9))
+            return answer(UNREACHABLE, "UNAVAILABLE", "REPLICA_UNREACHABLE", types_pb2.EXECUTION_NOT_EXECUTED)
+
+    spec = reset()
+    spec.wait = wait
+    results, _, _ = run(Silent(), 1, spec)
+    assert re.match("tried for (2[789]|30) s; ", results["r0"].message)
+
+
 def test_cancelling_stops_further_tries_of_what_is_under_way() -> None:
     fleet = FakeFleet()
     fleet.script["r0"] = [answer(FAILED, "FAILED_PRECONDITION", "CONNECTOR_BUSY")] * 100
