@@ -313,7 +313,7 @@ def listen(raw: Raw) -> list[Address]:
 def metrics(raw: Raw) -> Address | None:
     """The address of the plain HTTP pages; None for "off"."""
     text = one(raw)
-    if text in ("off", ""):
+    if text in ("off", "false", ""):  # in YAML, off is false
         return None
     address = addresses.parse_listen(text, what="metrics address")
     if address.kind != "tcp":

@@ -151,6 +151,12 @@ def test_a_server_without_an_address_is_refused(load, tmp_path):
         load(["--config", write(tmp_path, "listen: []\n")], {})
 
 
+@pytest.mark.parametrize("load", PROGRAMS, ids=["sidecar", "coordinator"])
+@pytest.mark.parametrize("word", ["off", '"off"', '""'])
+def test_metrics_are_switched_off_in_a_file_by_the_word_of_the_documentation(load, word, tmp_path):
+    assert load(["--config", write(tmp_path, f"metrics: {word}\n")], {}).metrics is None
+
+
 def test_a_list_variable_with_nothing_in_it_does_not_switch_off_the_tokens_of_the_file(tmp_path):
     path = write(tmp_path, "token_file: viewer=/tokens\n")
     with pytest.raises(ConfigError, match="KVCTL_SIDECAR_TOKEN_FILE=',' has nothing in it"):
