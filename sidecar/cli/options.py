@@ -13,6 +13,8 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 OPERATION_FORMATS = ("table", "wide", "json", "yaml", "name")
 DURATION_HELP = "e.g. 500ms, 30s, 2m"
+COUNT = click.IntRange(0, 1_000_000)
+"""Of replicas; what the API's numbers hold, and more than any fleet has."""
 
 
 class Duration(click.ParamType[float]):
@@ -147,9 +149,9 @@ def rollout_options(function: _F) -> _F:
                 "--strategy", type=click.Choice(["all-at-once", "rolling"]), help="Order. Default: all-at-once."
             ),
             click.option("--max-unavailable", metavar="N|N%", help="Rolling: replicas disrupted at once. Default: 1."),
-            click.option("--canary", type=click.IntRange(0), metavar="N", help="Rolling: replicas of the first wave."),
+            click.option("--canary", type=COUNT, metavar="N", help="Rolling: replicas of the first wave."),
             click.option("--min-healthy-time", type=Duration(), help="Rolling: how long a wave must stay healthy."),
-            click.option("--max-failures", type=click.IntRange(0), metavar="N", help="Stop after N failures."),
+            click.option("--max-failures", type=COUNT, metavar="N", help="Stop after N failures."),
             click.option("--concurrency", type=click.IntRange(1, 1024), help="Calls in flight. Default: 64."),
         ]
     )(function)

@@ -25,7 +25,7 @@ from sidecar.rpc import addresses
 MAX_FILE_BYTES: Final = 16 * 1024 * 1024
 
 _KEYS: Final = ("name", "address", "labels")
-_NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _LABEL_KEY: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?")
 _LABEL_VALUE: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?")
 
@@ -99,7 +99,7 @@ class _Reader:
         if kind == "dns":
             raise self._error(values["address"], f"address {address!r} is a DNS target", "one replica's host:port")
         name = self._text(values["name"], "name") if "name" in values else ""
-        if name and not _NAME.fullmatch(name):
+        if name and not NAME.fullmatch(name):
             raise self._error(values["name"], f"name {name!r} is not one", "letters, digits, '.', '_' and '-'")
         if name == EVERY_REPLICA:
             raise self._error(values["name"], "name 'all' means every replica wherever one is chosen", "another name")

@@ -285,6 +285,8 @@ def test_doctor_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
         (["reset", "--mode", "keep", "--for", "weight-update", "--target", "h:1"], 2, "needs --quarantine"),
         (["reset", "--quarantine", "--target", "h:1"], 2, "--quarantine goes with --mode keep"),
         (["reset", "--canary", "1", "--target", "h:1"], 2, "--canary needs --rolling"),
+        (["reset", "--rolling", "--canary", "99999999999", "--target", "h:1"], 2, "is not in the range"),
+        (["reset", "--max-failures", "99999999999", "--target", "h:1"], 2, "is not in the range"),
         (
             ["reset", "--rolling", "--max-unavailable", "many", "--target", "127.0.0.1:1"],
             2,

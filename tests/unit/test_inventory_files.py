@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from sidecar.coordinator.discovery import DiscoveryError
+from sidecar.coordinator.discovery import DiscoveryError, dns
 from sidecar.coordinator.discovery.dns import DnsDiscovery
 from sidecar.coordinator.discovery.sources import discovery_of
 from sidecar.coordinator.discovery.static import InventoryDiscovery
@@ -64,6 +67,17 @@ def test_an_error_names_file_line_and_what_was_expected(text: str, line: int, wo
 def test_a_target_on_the_command_line_is_not_named_like_the_whole_fleet() -> None:
     with pytest.raises(ValueError, match="the name 'all' means every replica"):
         discovery_of(["all=127.0.0.1:7700"])
+
+
+@pytest.mark.parametrize("name", ["x@127.0.0.1:2", "a b", "a\x1b[31m", "-a", "a" * 254])
+def test_a_target_on_the_command_line_has_a_name_as_in_an_inventory(name: str) -> None:
+    with pytest.raises(ValueError, match="is not one; expected letters"):
+        discovery_of([f"{name}=127.0.0.1:7700"])
+
+
+async def test_a_target_that_is_given_again_word_for_word_is_one_target() -> None:
+    discovered = await discovery_of(["h:1", "h:1", "a=h:1", "h:1", "a=h:1"]).targets()
+    assert [(target.name, target.address) for target in discovered.targets] == [("", "h:1"), ("a", "h:1")]
 
 
 def test_an_empty_file_says_what_is_missing() -> None:
@@ -139,7 +153,25 @@ async def test_a_name_without_addresses_is_an_error() -> None:
         await DnsDiscovery("dns:///v:1", resolver(socket.EAI_NONAME, socket.EAI_NONAME)).targets()
 
 
-@pytest.mark.parametrize("url", ["dns:///v", "dns://server/v:1", "v:1", "dns:///v:0", "dns:///v:70000"])
+def test_a_resolver_that_does_not_answer_keeps_nobody_longer_than_the_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(30))
+    monkeypatch.setattr(dns, "RESOLVE_TIMEOUT_S", 0.05)
+    began = time.monotonic()
+    try:
+        with pytest.raises(DiscoveryError, match="no answer for A records of v"):
+            asyncio.run(DnsDiscovery("dns:///v:1").targets())
+    finally:
+        over.set()
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["dns:///v", "dns://server/v:1", "v:1", "dns:///v:0", "dns:///v:70000", "dns:///a..b:1", f"dns:///{'a' * 64}:1"],
+)
 def test_what_is_no_dns_target_is_an_error(url: str) -> None:
     with pytest.raises(DiscoveryError, match="expected dns:///name:port"):
         DnsDiscovery(url)

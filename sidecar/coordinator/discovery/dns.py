@@ -8,9 +8,12 @@ would otherwise look like a complete answer of the other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, InvalidStateError
 from typing import Final
 
 from sidecar.coordinator.discovery import DiscoveryError, SourceError
@@ -22,7 +25,7 @@ Resolver = Callable[[str, socket.AddressFamily], Awaitable[list[str]]]
 RESOLVE_TIMEOUT_S: Final = 5.0
 """Longest wait for one lookup. glibc's own default is 5 s a try with 2 tries, which would eat the operation's time."""
 
-_FORM: Final = re.compile(r"dns:///(?P<host>[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+_FORM: Final = re.compile(r"dns:///(?P<host>[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?):(?P<port>[0-9]{1,5})")
 _NO_SUCH_RECORD: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", -5), socket.EAI_ADDRFAMILY})
 
 
@@ -65,8 +68,24 @@ class DnsDiscovery:
 
 
 async def _system_resolver(host: str, family: socket.AddressFamily) -> list[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, family=family, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+    """In a daemon thread: a lookup cannot be stopped, and one of the loop's own threads would be waited for at the end
+    of the program, and be missing to whoever else needs them.
+    """
+    done: Future[list[str]] = Future()
+
+    def look() -> None:
+        try:
+            found = socket.getaddrinfo(host, None, family=family, type=socket.SOCK_STREAM)
+            answer = [str(address[0]) for *_, address in found]
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is for whoever waits
+            with contextlib.suppress(InvalidStateError):
+                done.set_exception(error)
+        else:
+            with contextlib.suppress(InvalidStateError):
+                done.set_result(answer)
+
+    threading.Thread(target=look, name=f"lookup {host}", daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 def _join(address: str, port: int) -> str:

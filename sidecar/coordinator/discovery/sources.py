@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from sidecar.coordinator.discovery import Discovery, DiscoveryError
 from sidecar.coordinator.discovery.dns import DnsDiscovery
 from sidecar.coordinator.discovery.static import InventoryDiscovery, StaticDiscovery
+from sidecar.coordinator.inventory import NAME
 from sidecar.coordinator.targets import EVERY_REPLICA, Discovered, Target
 from sidecar.rpc import addresses
 
@@ -106,7 +107,10 @@ def discovery_of(targets: Sequence[str] = (), inventory: str | Path = "", server
         elif text.startswith(("endpoints:", "pods:")):
             sources.append(_kubernetes(text, server_name))
         else:
-            listed.append(_target(text))
+            # Written again word for word it is no second way to that replica: there is one row of it, not three.
+            target = _target(text)
+            if target not in listed:
+                listed.append(target)
     if listed:
         sources.insert(0, StaticDiscovery(listed))
     return sources[0] if len(sources) == 1 else JoinedDiscovery(sources)
@@ -143,4 +147,6 @@ def _target(text: str) -> Target:
         raise ValueError(f"target {text!r} has no name before '='; expected {FORMS}")
     if name == EVERY_REPLICA:
         raise ValueError(f"target {text!r}: the name 'all' means every replica; give it another name")
+    if name and not NAME.fullmatch(name):
+        raise ValueError(f"target {text!r}: name {name!r} is not one; expected letters, digits, '.', '_' and '-'")
     return Target(address=addresses.parse(address, what="target").target, name=name)
