@@ -12,6 +12,7 @@ from sidecar.client.reach import OnProgress
 from sidecar.coordinator import reading, resolution
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.discovery import Discovery
+from sidecar.coordinator.discovery.sources import Kept
 from sidecar.coordinator.fanout import Run
 from sidecar.coordinator.selectors import read_targets
 from sidecar.rpc.channels import NO_SECURITY, ClientSecurity
@@ -89,5 +90,7 @@ class DirectReach:
         return await resolution.resolve(read_targets(targets), discovered, self.channels, ask_all=ask_all)
 
     async def close(self) -> None:
-        """Close every channel."""
+        """Close every channel, and what the discovery has opened."""
+        if isinstance(self._discovery, Kept):
+            await self._discovery.stop()
         await self.channels.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from apiserver import ApiServer, Refused, serving
+from cluster import Cluster, kubeconfig_for
 
 from sidecar.coordinator.discovery import DiscoveryError, kube_access, kubernetes
 from sidecar.coordinator.discovery.kube_access import Access
@@ -410,3 +413,17 @@ def test_a_kubeconfig_that_cannot_be_used_says_why(tmp_path: Path, text: str, wh
     path.write_text(text)
     with pytest.raises(DiscoveryError, match=why):
         kube_access.from_kubeconfig(path)
+
+
+async def test_the_command_line_finds_pods_and_leaves_no_connection_open(cluster: Cluster, tmp_path: Path) -> None:
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(kubeconfig_for(cluster.api.url))
+    words = ["replicas", "--target", "pods:///llm?selector=kvctl.dev/sidecar%3Dtrue", "-o", "name"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "sidecar.cli.main", *words),
+        env={**os.environ, "KUBECONFIG": str(kubeconfig)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert (out.decode().split(), err.decode()) == ([fake.name for fake in cluster.fakes], "")
