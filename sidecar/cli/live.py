@@ -28,6 +28,7 @@ READ_TIMEOUT_S: Final = 5.0
 REMARKS: Final = 3
 COLUMNS: Final = ("ENGINE", "VERDICT", "RUN", "WAIT", "FREE", "CACHED", "TOK/S", "CONTIG", "LAST RESET")
 LEAST_COLUMNS: Final = 4
+NAME_COLUMNS: Final = 14
 
 
 def live(settings: Settings, targets: fleet_pb2.Targets, interval_s: float, *, once: bool) -> int:
@@ -146,7 +147,7 @@ def screen(
     head += f"{stalled} stalled, {len(lost)} not reached"
     stuck = [_cells(replica, engine) for replica, engine in entries[:stalled]]
     gone = [
-        [style.words(_short(replica.replica, 14)), style.words(replica.code, "bad"), *[style.words("-")] * 7]
+        [style.words(_ends(replica.replica)), style.words(replica.code, "bad"), *[style.words("-")] * 7]
         for replica in lost
     ]
     well = [_cells(replica, engine) for replica, engine in entries[stalled:]]
@@ -168,7 +169,7 @@ def screen(
 def _cells(replica: fleet_pb2.ReplicaAdmission, engine: types_pb2.EngineAdmission) -> list[Text]:
     rate = engine.tokens_per_second
     return [
-        style.words(_short(f"{replica.replica}/{engine.engine.data_parallel_rank}", 14)),
+        style.words(_ends(f"{replica.replica}/{engine.engine.data_parallel_rank}")),
         style.words(_short(verdict_name(engine.verdict), 20), tone(engine)),
         style.words(known(engine.requests.running)),
         style.words(known(engine.requests.waiting)),
@@ -192,6 +193,11 @@ def _reset(engine: types_pb2.EngineAdmission) -> str:
 
 def _short(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 2]}.."
+
+
+def _ends(text: str) -> str:
+    """A name that fits its column. Names of pods begin alike, and ranks are at the end, so the middle is left out."""
+    return text if len(text) <= NAME_COLUMNS else f"{text[: NAME_COLUMNS - 10]}..{text[-8:]}"
 
 
 def _clock() -> str:

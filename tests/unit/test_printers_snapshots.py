@@ -365,6 +365,18 @@ def test_a_full_screen_of_top_keeps_what_stalls_and_who_is_lost_and_lines_end_wi
     assert (shown[:2], shown[-2:]) == (["a00/0", "a01/0"], ["r2", "r1/0"])
 
 
+def test_long_names_that_begin_alike_are_told_apart_in_top() -> None:
+    fleet = fleet_pb2.FleetAdmissionResponse()
+    for name in ("vllm-prefill-6d8f7b9c5d-p9qrz", "vllm-prefill-6d8f7b9c5d-x2x4k"):
+        replica = fleet.replicas.add(replica=name, code="OK")
+        for rank in range(2):
+            replica.admission.engines.add().engine.data_parallel_rank = rank
+    lines = printed(lambda c: c.print(live.screen(fleet, "03:04:05", "")), 80).splitlines()
+    assert [line.split()[0] for line in lines[2:6]] == [
+        "vllm..-p9qrz/0", "vllm..-p9qrz/1", "vllm..-x2x4k/0", "vllm..-x2x4k/1",
+    ]  # fmt: skip
+
+
 def test_on_a_narrow_terminal_tables_leave_columns_out_before_they_break_what_is_said() -> None:
     lines = printed(lambda c: operation.print_table(c, a_reset()), 40).splitlines()
     assert lines[0].split() == ["REPLICA", "OUTCOME", "WHAT", "HAPPENED"]
