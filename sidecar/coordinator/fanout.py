@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final
 
@@ -66,6 +66,10 @@ class GrpcReplicas:
         self._called: dict[str, str] = {}
         self._own_names: dict[str, str] = {}
         """Name that discovery gives -> what the replica there calls itself, where the two differ."""
+
+    def spent_s(self, aims: Sequence[Aim]) -> dict[str, float]:
+        """Name -> seconds of a target's time limit that went into asking in vain who it is."""
+        return {aim.name: self._named_in_s for aim in aims if aim.address in self._unnamed}
 
     def claim(self, aim: Aim) -> None:
         """Say that this target was called before: its replica is not called under another name."""
@@ -253,7 +257,7 @@ class Run:
             self._replicas,
             on_change=self._row_changed,
             on_health=self._row_changed,
-            spent_s={aim.name: named_in_s for aim in resolved.aims if aim.address in resolved.failures},
+            spent_s=self._replicas.spent_s(resolved.aims),
             most_calls=self._channels.limit,
         )
         for row in resolved.apart:

@@ -7,6 +7,7 @@ new operations and lets the running ones go on (see `running`).
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Final, TypeVar
@@ -83,8 +84,7 @@ class Operations:
         if self._store.trouble.startswith("the store is corrupt"):
             raise as_failure(StoreError(self._store.trouble))
         try:
-            resolved = await self._resolve(spec)
-            replicas = GrpcReplicas(self._channels, resolved.identities)
+            resolved, replicas = await self._resolve(spec)
             # Made before anything is on record: a rollout that makes no sense is refused, not remembered.
             Execution(operation_id, spec, resolved.aims, replicas)
         except Exception as error:
@@ -118,11 +118,15 @@ class Operations:
             raise StoreError(f"operation {operation.operation_id} is not on record although it was written")
         return stored
 
-    async def _resolve(self, spec: fleet_pb2.OperationSpec) -> resolution.Resolved:
+    async def _resolve(self, spec: fleet_pb2.OperationSpec) -> tuple[resolution.Resolved, GrpcReplicas]:
         selection = read_targets(spec.targets)
         discovered = await self._discovery.targets()
         counted = spec.rollout.strategy == fleet_pb2.ROLLOUT_STRATEGY_ROLLING or spec.rollout.max_failures > 0
-        return await resolution.resolve(selection, discovered, self._channels, ask_all=counted)
+        asked = time.monotonic()
+        limit_s = calls.seconds(spec.timeout) or resolution.CONNECT_TIMEOUT_S
+        resolved = await resolution.resolve(selection, discovered, self._channels, ask_all=counted, within_s=limit_s)
+        named_in_s = time.monotonic() - asked
+        return resolved, GrpcReplicas(self._channels, resolved.identities, resolved.failures, named_in_s)
 
     # --- steering ------------------------------------------------------------------------------------------------
 

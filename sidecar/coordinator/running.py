@@ -162,6 +162,7 @@ class Running:
                 recorded=stored.recorded,
                 on_change=lambda row: self._row_changed(live, row),
                 on_health=live.row_changed,
+                spent_s=replicas.spent_s(stored.aims),
                 most_calls=self._channels.limit,
             )
             self.steer(live)

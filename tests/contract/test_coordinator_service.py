@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -91,6 +92,21 @@ async def test_every_field_of_the_request_reaches_the_replica(tmp_path: Path) ->
     got.request_id = ""  # type: ignore[attr-defined]
     assert got == spec.reset
     assert ended.spec == spec
+
+
+async def test_what_asking_for_its_name_cost_counts_towards_a_black_holes_timeout(tmp_path: Path) -> None:
+    spec = keep_reset(timeout=1)
+    spec.rollout.strategy = ROLLING
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as hole:
+        async with serving(FakeSidecar("r0")) as addresses:
+            targets = [*named(addresses), f"hole=127.0.0.1:{hole.getsockname()[1]}"]
+            async with coordinator(tmp_path, targets) as running:
+                began = time.monotonic()
+                ended = await running.run(spec)
+                took_s = time.monotonic() - began
+    assert outcomes(ended) == {"r0": "SUCCEEDED", "hole": "UNREACHABLE"}
+    assert "no answer" in {row.replica: row for row in ended.results}["hole"].message
+    assert took_s < 4
 
 
 async def test_a_partial_success_names_each_target(tmp_path: Path) -> None:
