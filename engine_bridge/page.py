@@ -219,7 +219,7 @@ class PageReader:
     def __init__(self, path: Path) -> None:
         """Map the file read-only; PageError says what is wrong with it."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
         except OSError as error:
             raise PageError(f"{path}: {error.strerror}") from error
         try:

@@ -81,6 +81,19 @@ def test_a_denied_connection_names_uids_mode_and_the_setting_that_mends_it(owned
     assert "KVCTL_ENGINE_GROUP" in text
 
 
+async def test_a_pipe_in_the_place_of_a_note_does_not_stop_the_sidecar(tmp_path):
+    tmp_path.chmod(0o700)
+    os.mkfifo(tmp_path / "engine-3-aabbccdd.failed")
+    engines = EngineDirectory(tmp_path)
+    await engines.start()
+    try:
+        (found,) = engines.engines()
+        assert found.trouble is not None
+        assert "engine-3-aabbccdd.failed cannot be read" in found.trouble.message
+    finally:
+        await engines.close()
+
+
 async def test_an_untrusted_directory_shows_as_no_engine_with_the_reason(tmp_path):
     directory = tmp_path / "engines"
     directory.mkdir(mode=0o700)

@@ -68,6 +68,12 @@ def test_a_page_that_is_not_there_is_an_error_naming_it(tmp_path: Path) -> None:
         PageReader(tmp_path / "absent")
 
 
+def test_a_pipe_in_the_place_of_a_page_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p")
+    with pytest.raises(PageError, match="0 bytes"):
+        PageReader(tmp_path / "p")
+
+
 def test_a_page_of_another_version_is_refused(tmp_path: Path) -> None:
     PageWriter(tmp_path / "p", Counters())
     with (tmp_path / "p").open("r+b") as file:

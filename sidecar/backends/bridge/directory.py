@@ -235,7 +235,8 @@ def _why_unreadable(directory: Path, error: OSError) -> str:
 
 def _read_failed(path: Path, key: str, rank: int) -> FailedEngine:
     try:
-        with path.open("rb") as file:
+        # O_NONBLOCK: whoever may write here must not stop the whole sidecar with a pipe.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             note = json.loads(file.read(_MAX_FAILED_BYTES))
         reason, pid = str(note.get("reason", "no reason given")), int(note.get("pid", 0))
     except (OSError, ValueError, AttributeError, TypeError) as error:
