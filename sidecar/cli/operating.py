@@ -51,7 +51,7 @@ def operate(
     async def work(reach: Reach) -> int:
         if look_first is not None:
             await look_first(reach, spec.targets)
-        with Progress(sys.stderr) as progress, interruptible(reach) as interrupts:
+        with Progress(sys.stderr) as progress, interruptible(reach, operation_id) as interrupts:
             try:
                 operation = await reach.run(spec, operation_id, progress.changed)
             except Detached as left:
@@ -102,7 +102,7 @@ def show_operation(operation: fleet_pb2.FleetOperation, form: str) -> None:
 
 
 @contextmanager
-def interruptible(reach: Reach) -> Iterator[list[int]]:
+def interruptible(reach: Reach, operation_id: str) -> Iterator[list[int]]:
     """Ctrl-C or SIGTERM stops the run in an orderly way; a second one ends the process at once."""
     loop = asyncio.get_running_loop()
     seen: list[int] = []
@@ -112,7 +112,7 @@ def interruptible(reach: Reach) -> Iterator[list[int]]:
         seen.append(number)
         loop.remove_signal_handler(number)
         if not isinstance(reach, CoordinatorReach):
-            output.note("stopping: what has had no effect yet is taken back (again: leave at once)")
+            output.note(f"stopping {operation_id}: what has had no effect yet is taken back (again: leave at once)")
         task = asyncio.ensure_future(reach.stop())
         stopping.add(task)
         task.add_done_callback(stopping.discard)

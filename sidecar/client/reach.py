@@ -13,7 +13,7 @@ from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator.discovery.sources import JoinedDiscovery, discovery_of
 
-__all__ = ["JoinedDiscovery", "OnProgress", "Reach", "checked_id", "discovery_of", "given_id", "new_id"]
+__all__ = ["JoinedDiscovery", "OnProgress", "Reach", "checked_id", "discovery_of", "given_id", "new_id", "recorded_id"]
 
 OnProgress = Callable[[fleet_pb2.TargetResult, int], None]
 """Told every change of a target, with the number of targets as far as it is known (0: not yet)."""
@@ -56,16 +56,21 @@ def checked_id(operation_id: str) -> str:
     return given_id(operation_id) if operation_id else new_id()
 
 
+def recorded_id(operation_id: str) -> str:
+    """The id of an operation that is looked for, in its usual form. ValueError when it is not a UUID."""
+    return given_id(operation_id, "operation id", "`kvctl ops list` shows those on record")
+
+
 def new_id() -> str:
     """An id of its own."""
     return str(uuid.uuid4())
 
 
-def given_id(operation_id: str) -> str:
+def given_id(operation_id: str, what: str = "request id", mend: str = "make one with `uuidgen`") -> str:
     """The id in its usual form. ValueError when it is not a UUID, also when it is empty: a script's variable that was
     never set must not become an operation that cannot be repeated.
     """
     try:
         return str(uuid.UUID(operation_id))
     except ValueError:
-        raise ValueError(f"request id {operation_id!r} is not a UUID; make one with `uuidgen`") from None
+        raise ValueError(f"{what} {operation_id!r} is not a UUID; {mend}") from None

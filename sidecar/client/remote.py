@@ -18,7 +18,7 @@ import grpc.aio
 from google.protobuf.message import Message
 from kvctl.v1 import fleet_pb2, fleet_pb2_grpc
 
-from sidecar.client.reach import OnProgress, checked_id, given_id
+from sidecar.client.reach import OnProgress, checked_id, recorded_id
 from sidecar.coordinator import calls, outcomes
 from sidecar.coordinator.outcomes import Failure
 from sidecar.rpc import addresses, channels, late_calls
@@ -135,7 +135,7 @@ class CoordinatorReach:
         seen = 0
         tries = 0
         while True:
-            request = fleet_pb2.WatchOperationRequest(operation_id=given_id(operation_id), after_version=seen)
+            request = fleet_pb2.WatchOperationRequest(operation_id=recorded_id(operation_id), after_version=seen)
             try:
                 async for message in self._stub.WatchOperation(request, metadata=self._metadata()):
                     operation, tries = message.operation, 0
@@ -161,7 +161,7 @@ class CoordinatorReach:
 
     async def get(self, operation_id: str) -> fleet_pb2.FleetOperation:
         """One operation, whole."""
-        request = fleet_pb2.FleetAdminGetOperationRequest(operation_id=given_id(operation_id))
+        request = fleet_pb2.FleetAdminGetOperationRequest(operation_id=recorded_id(operation_id))
         return (await self._call(self._stub.GetOperation, request)).operation
 
     async def operations(self, most: int) -> list[fleet_pb2.FleetOperation]:
@@ -179,17 +179,17 @@ class CoordinatorReach:
 
     async def pause(self, operation_id: str) -> fleet_pb2.FleetOperation:
         """Hold a rollout before its next wave."""
-        request = fleet_pb2.PauseOperationRequest(operation_id=given_id(operation_id))
+        request = fleet_pb2.PauseOperationRequest(operation_id=recorded_id(operation_id))
         return (await self._call(self._stub.PauseOperation, request)).operation
 
     async def resume(self, operation_id: str) -> fleet_pb2.FleetOperation:
         """Let a held rollout go on."""
-        request = fleet_pb2.ResumeOperationRequest(operation_id=given_id(operation_id))
+        request = fleet_pb2.ResumeOperationRequest(operation_id=recorded_id(operation_id))
         return (await self._call(self._stub.ResumeOperation, request)).operation
 
     async def cancel(self, operation_id: str) -> fleet_pb2.FleetOperation:
         """Start no further target."""
-        request = fleet_pb2.FleetAdminCancelOperationRequest(operation_id=given_id(operation_id))
+        request = fleet_pb2.FleetAdminCancelOperationRequest(operation_id=recorded_id(operation_id))
         return (await self._call(self._stub.CancelOperation, request)).operation
 
     # --- reading -----------------------------------------------------------------------------------------------------

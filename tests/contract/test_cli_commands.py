@@ -376,6 +376,7 @@ def test_ctrl_c_cancels_a_direct_operation_and_prints_what_is_known(tmp_path: Pa
     assert len(slow.cancelled) == 1
     assert process.returncode == 3
     assert "Traceback" not in errors
+    assert f"stopping {json.loads(output)['operationId']}:" in errors
     assert "interrupted" in errors
 
 

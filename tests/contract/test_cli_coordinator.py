@@ -113,7 +113,9 @@ async def test_operations_are_listed_paused_resumed_and_cancelled(tmp_path: Path
         let_go.set()
         code, output, _ = await rolling
         assert (code, json.loads(output)["counts"]["cancelled"]) == (3, 1)
+        short = await kvctl(tmp_path, "ops", "get", operation_id[:8], *there)
         code, _, problems = await kvctl(tmp_path, "ops", "get", "11111111-2222-3333-4444-555555555555", *there)
+    assert (short[0], "`kvctl ops list` shows" in short[2]) == (2, True)
     assert code == 1
     assert "is not on record" in problems
 

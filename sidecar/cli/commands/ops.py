@@ -65,7 +65,7 @@ def watch(settings: Settings, operation_id: str, output: str) -> None:
 
     async def work(reach: Reach) -> fleet_pb2.FleetOperation | None:
         coordinator = reaching.coordinator_only(reach, "ops watch")
-        with Progress(sys.stderr) as progress, interruptible(reach):
+        with Progress(sys.stderr) as progress, interruptible(reach, operation_id):
             try:
                 return await coordinator.follow(operation_id, progress.changed)
             except Detached:
