@@ -7,6 +7,7 @@ transfers weights. Methods are those of `aio.Fleet`, and can be called from any 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -87,6 +88,7 @@ class Fleet:
             server_name=server_name,
             insecure=insecure,
         )
+        self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvctl-fleet", daemon=True)
         self._thread.start()
@@ -102,7 +104,7 @@ class Fleet:
 
     def close(self) -> None:
         """Close every connection and end the thread. Closing twice is fine."""
-        if self._loop.is_closed():
+        if self._loop.is_closed() or self._process != os.getpid():
             return
         self._wait(self._fleet.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -239,6 +241,10 @@ class Fleet:
         if self._loop.is_closed():
             work.close()
             raise RequestInvalid("this fleet is closed; make another one")
+        if self._process != os.getpid():
+            # Its thread stayed in the parent: nobody would ever answer.
+            work.close()
+            raise RequestInvalid("this fleet was made before a fork; make another one in this process")
         ended = threading.Event()
 
         async def watched() -> _T:

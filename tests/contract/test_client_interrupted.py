@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 
@@ -57,3 +59,25 @@ def test_ctrl_c_while_engines_are_being_paused_resumes_those_that_were(monkeypat
             with pytest.raises(KeyboardInterrupt):
                 update.__enter__()
         assert isinstance(good.requests[-1], replica_pb2.ResumeSchedulingRequest)
+
+
+FORKED = """
+import os
+from sidecar.client import Fleet
+fleet = Fleet(["r0=127.0.0.1:1"])
+child = os.fork()
+if child == 0:
+    try:
+        fleet.replicas()
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    fleet.close()
+    os._exit(0)
+os.waitpid(child, 0)
+fleet.close()
+"""
+
+
+def test_a_fleet_used_in_a_forked_child_is_refused_instead_of_waiting_for_ever() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "RequestInvalid this fleet was made before a fork; make another one in this process\n"
