@@ -53,6 +53,8 @@ SIDECAR_SELECTOR: Final = "kvctl.dev%2Fsidecar%3Dtrue"
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. OSError and DiscoveryError say why it could not start."""
     logs.configure(config.log_format, config.log_level)
+    if config.log_level != "debug":
+        logging.getLogger("kopf").setLevel(logging.WARNING)  # else a line for each change of each pod
     return asyncio.run(Operator(config, kube_access.find()).run())
 
 

@@ -14,6 +14,10 @@ from sidecar.operator import config as operator_config
 from sidecar.operator.app import Operator
 
 
+def logs_in(folder: Path) -> str:
+    return "".join(log.read_text() for log in folder.glob("operator-*.log"))
+
+
 async def test_an_operator_killed_in_a_rollout_is_followed_by_one_that_finishes_it_with_one_effect_a_pod(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -82,6 +86,9 @@ async def test_of_two_operators_one_leads_and_the_other_takes_over(cluster: Clus
     assert lease["leaseTransitions"] >= 1
     assert status["phase"] == "Succeeded"
     assert cluster.effects() == [1, 1, 1, 1]
+    told = logs_in(tmp_path)
+    assert " leads" in told
+    assert "Handler" not in told, "no line for each change of each pod"
 
 
 async def test_a_leader_that_cannot_reach_the_api_server_stops_acting_before_another_may_start(
