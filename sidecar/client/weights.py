@@ -28,6 +28,10 @@ Abandon = Literal["stay_paused", "resume"]
 
 DEFAULT_LEASE_S: Final = 30.0
 DEFAULT_STEP_TIMEOUT_S: Final = 60.0
+LONGEST_PAUSE_S: Final = 10.0
+"""For the pause, where that is less than the step's own time: a healthy engine needs one step and its transfers, and as
+long as one that hangs is waited for, all others stand still.
+"""
 LEAST_LEASE_S: Final = 1.0
 LONGEST_LEASE_S: Final = 600.0
 LONGEST_WEIGHT_VERSION: Final = 256
@@ -58,7 +62,7 @@ class UpdatePlan:
     require_all: bool = False
     """True: a replica that cannot be paused ends the update before it begins; nothing has changed then."""
     step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S
-    """For each of pause, reset and resume."""
+    """For each of reset and resume, and for the pause up to LONGEST_PAUSE_S."""
 
     def __post_init__(self) -> None:
         arguments.text("weight_version", self.weight_version, longest=LONGEST_WEIGHT_VERSION)
@@ -113,7 +117,7 @@ class WeightUpdate:
         self._leases = [Lease(aim, self.update_id, channels, self._plan.lease_s) for aim in aims]
         policy = _POLICIES[self._plan.on_abandon]
         try:
-            await self._each(lambda lease: lease.pause(policy, self._plan.step_timeout_s))
+            await self._each(lambda lease: lease.pause(policy, min(self._plan.step_timeout_s, LONGEST_PAUSE_S)))
         except BaseException:
             await self._give_back()
             raise

@@ -291,6 +291,25 @@ async def test_a_replica_that_cannot_be_reset_is_not_resumed_with_stale_cache() 
     assert fake.renewals[-1].weights_complete
 
 
+async def test_a_replica_that_cannot_be_paused_in_time_keeps_the_others_paused_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weights, "LONGEST_PAUSE_S", 0.5)
+    good, hung = FakeSidecar("good"), FakeSidecar("hung")
+    left = asyncio.Event()
+
+    async def hang(kind: str) -> None:
+        if kind == "pause":
+            await left.wait()
+
+    hung.before = hang
+    async with serving(good, hung) as addresses, aio.Fleet(addresses) as fleet:
+        async with asyncio.timeout(30), fleet.weight_update("v2", step_timeout_s=120) as update:
+            assert update.replicas == ("good",)
+            left.set()
+        assert set(update.lost) == {"hung"}
+
+
 async def test_an_unreachable_replica_is_left_out_by_default() -> None:
     fake = FakeSidecar("r0")
     async with (
