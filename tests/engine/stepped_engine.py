@@ -239,10 +239,14 @@ class Loop:
                 kv_connector="Loader", kv_role="kv_consumer", kv_connector_module_path=__name__
             )
         options.setdefault("distributed_executor_backend", f"{__name__}.{LoadingExecutor.__name__}")
-        config = engine_config(asynchronous=asynchronous, **options)
-        self.engine: Any = engine_class(config)
-        self.bridge: Any = hooks.attach_to_process(self.engine)
-        assert self.bridge is not None
+        try:
+            self.engine: Any = engine_class(engine_config(asynchronous=asynchronous, **options))
+            self.bridge: Any = hooks.attach_to_process(self.engine)
+            assert self.bridge is not None
+        except BaseException:
+            # No engine after this one would have a waker that wakes.
+            self._patch.undo()
+            raise
         resume = self.bridge._port.resume
 
         def noticed() -> None:
