@@ -9,7 +9,7 @@ import pytest
 
 from engine_bridge import protocol
 from sidecar.backends.engine import Answered, Unreachable
-from tests.contract.fake_vllm_http import Answer, FakeVllm
+from tests.contract.fake_vllm_http import Answer, FakeVllm, metrics
 from tests.contract.http_engines import engines, first, outcome, reset, soon, tiers
 
 # --- replies -----------------------------------------------------------------------------------------------------
@@ -44,6 +44,18 @@ async def test_an_empty_200_is_unconfirmed_and_never_a_success(version: str):
     result = await outcome(FakeVllm(version).dev(Answer()), reset())
     assert (result.state, result.reason) == ("partial", "UNCONFIRMED")
     assert tiers(result)["prefix"] == "unconfirmed"
+
+
+@pytest.mark.parametrize("hits", [0, 900], ids=["none of them hit", "nearly all of them hit"])
+@pytest.mark.parametrize(
+    ("said", "state"), [("", "partial"), ('{"success":true}', "done"), ('{"success":false}', "refused")]
+)
+async def test_whether_a_reset_worked_is_never_read_from_a_hit_rate(hits: int, said: str, state: str):
+    """vllm#25780: a preempted request that finds its own blocks counts as a hit."""
+    vllm = FakeVllm().dev(Answer(body=said))
+    rate = f"vllm:prefix_cache_queries_total 1000\nvllm:prefix_cache_hits_total {hits}\n"
+    vllm.routes["GET /metrics"] = Answer(body=metrics(running=2) + rate, content_type="text/plain")
+    assert (await outcome(vllm, reset())).state == state
 
 
 @pytest.mark.parametrize(
