@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvctl.v1 import fleet_pb2, types_pb2
 
+from sidecar.cli import exitcodes
 from sidecar.coordinator import app, running, service
 from sidecar.coordinator.discovery import DiscoveryError
 from sidecar.coordinator.live import in_messages
@@ -156,6 +157,7 @@ async def test_one_black_hole_of_fifty_delays_nobody(tmp_path: Path) -> None:
     assert ended.counts.succeeded == 49
     assert outcomes(ended)["hole"] == "UNREACHABLE"
     assert ended.state == fleet_pb2.OPERATION_STATE_PARTIAL
+    assert exitcodes.of_operation(ended) == exitcodes.Exit.PARTIAL
 
 
 async def test_three_hundred_failures_with_long_non_ascii_texts_are_three_hundred_rows(tmp_path: Path) -> None:
@@ -173,6 +175,7 @@ async def test_three_hundred_failures_with_long_non_ascii_texts_are_three_hundre
     assert {row.code for row in ended.results} == {"INTERNAL"}
     assert {row.message for row in ended.results} == {errors.clean_text(text)}
     assert ended.state == fleet_pb2.OPERATION_STATE_FAILED
+    assert exitcodes.of_operation(ended) == exitcodes.Exit.FAILED
 
 
 async def test_an_outcome_that_was_unknown_is_asked_for_after_the_end_until_it_is_known(tmp_path: Path) -> None:
