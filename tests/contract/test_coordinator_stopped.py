@@ -34,17 +34,21 @@ class Disk:
 
         return writing
 
+    def fills_when_called(self, fake: FakeSidecar) -> None:
+        """Full from the call of this replica on."""
+
+        async def fill(_: str) -> None:
+            self.full.set()
+
+        fake.before = fill
+
 
 async def test_what_was_told_as_not_called_is_not_called_by_the_coordinator_that_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(monkeypatch)
     fakes = [FakeSidecar(f"r{i}") for i in range(3)]
-
-    async def fill(_: str) -> None:
-        disk.full.set()
-
-    fakes[0].before = fill
+    disk.fills_when_called(fakes[0])
     async with serving(*fakes) as addresses:
         targets = [f"{fake.name}={address}" for fake, address in zip(fakes, addresses, strict=True)]
         async with coordinator(tmp_path, targets) as it:
@@ -69,11 +73,7 @@ async def test_an_operation_that_went_on_to_its_end_when_there_was_room_again_le
     monkeypatch.setattr("sidecar.coordinator.running._FLUSH_EVERY_S", 0.05)
     disk = Disk(monkeypatch)
     fakes = [FakeSidecar(f"r{i}") for i in range(2)]
-
-    async def fill(_: str) -> None:
-        disk.full.set()
-
-    fakes[0].before = fill
+    disk.fills_when_called(fakes[0])
     async with serving(*fakes) as addresses:
         targets = [f"{fake.name}={address}" for fake, address in zip(fakes, addresses, strict=True)]
         async with coordinator(tmp_path, targets) as it:
