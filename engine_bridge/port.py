@@ -230,5 +230,7 @@ class EnginePort(Protocol):
         ...
 
     def weight_version(self) -> str:
-        """The engine's weight version, empty when none was ever set."""
+        """The engine's weight version: empty when none was ever set, "unknown" after a weight update whose end left
+        nobody who could name them.
+        """
         ...

@@ -78,6 +78,8 @@ class Lease:
     expires_ns: int
     resume_when_abandoned: bool
     weights_complete: bool = False
+    version_before: str | None = None
+    """The engine's weight version when the pause took hold; None until then."""
     withdrawn: bool = False
     """Its owner gave it up: it ends as if it had expired, and nobody is told that it did."""
 

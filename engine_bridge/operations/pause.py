@@ -3,6 +3,9 @@
 A pause names a lease that its owner renews. Once the owner has said that the weights are whole, a lease that runs out
 resets every tier and resumes. Before that the weights may be half written, so the engine resets, stays paused and says
 "abandoned_update" until a person or a new update resolves it, unless the owner chose otherwise when it paused.
+
+A lease that ends without a name for the weights leaves UNKNOWN_VERSION at the engine, whose own outputs carry it too:
+the old version would be a lie. It stays until somebody names one, here or to vLLM itself.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ LONGEST_LEASE_NS: Final = 2**62
 """More makes sums that no frame can carry; the sidecar allows far less."""
 LONGEST_WEIGHT_VERSION: Final = 256
 """Characters. It comes back with every answer, which must still fit a frame."""
+UNKNOWN_VERSION: Final = "unknown"
+"""Not the empty one: that means that no version was ever set, so that the weights are those of the start."""
 
 
 def scheduling_state(port: EnginePort, memory: Memory) -> Literal["running", "paused", "abandoned_update"]:
@@ -39,8 +44,20 @@ def scheduling_state(port: EnginePort, memory: Memory) -> Literal["running", "pa
 def forget_what_others_ended(port: EnginePort, memory: Memory) -> None:
     """A resume by vLLM itself may have ended a pause of ours: neither lease nor abandonment outlives it."""
     if not port.paused():
+        if memory.lease is not None:
+            # Whoever resumes by vLLM's own means names the weights there as well, if at all.
+            _doubt_weights(port, memory.lease, whole=True)
         memory.lease = None
         memory.abandoned = ""
+
+
+def _doubt_weights(port: EnginePort, lease: Lease, *, whole: bool) -> None:
+    """A lease has ended and its owner has not named the weights. Only where they are `whole` can they be known all the
+    same: somebody has named them to vLLM itself since the pause took hold.
+    """
+    if lease.version_before is None or (whole and port.weight_version() != lease.version_before):
+        return
+    port.set_weight_version(UNKNOWN_VERSION)
 
 
 def pause(port: EnginePort, request: protocol.Pause, context: Context) -> Work[Verdict]:
@@ -85,6 +102,7 @@ def pause(port: EnginePort, request: protocol.Pause, context: Context) -> Work[V
         message = "the deadline passed while model steps in flight were running out; scheduling goes on"
         return Verdict("withdrawn", reason="NOT_EXECUTED", message=message)
     lease.expires_ns = context.clock() + request.lease_ns
+    lease.version_before = port.weight_version()
     return Verdict("done", _result(port, memory, context.clock()))
 
 
@@ -140,6 +158,9 @@ def resume(port: EnginePort, request: protocol.Resume, context: Context) -> Work
         return refusal
     if request.weight_version:
         port.set_weight_version(request.weight_version)
+    elif memory.lease is not None and (memory.lease.weights_complete or not wanted):
+        # An owner that has declared nothing may not have written anything.
+        _doubt_weights(port, memory.lease, whole=memory.lease.weights_complete)
     port.resume()
     memory.lease = None
     memory.abandoned = ""
@@ -178,6 +199,7 @@ def end_lease(port: EnginePort, context: Context) -> Work[Verdict]:
     memory.lease = None
     # First the state that is safe if anything below raises: paused, and marked.
     memory.abandoned = lease.request_id
+    _doubt_weights(port, lease, whole=lease.weights_complete)
     how = "was withdrawn" if lease.withdrawn else "ran out"
     trouble = reset_for_lease(port)
     context.note_reset("keep")

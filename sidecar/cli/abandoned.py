@@ -20,19 +20,18 @@ TOLD_BY: Final = "weight update was abandoned"
 
 
 async def warn(reach: Reach, targets: fleet_pb2.Targets, *, dry_run: bool) -> None:
-    """A warning on stderr for each such engine, with the weights it served before."""
+    """A warning on stderr for each such engine."""
     would = "would serve" if dry_run else "will serve"
-    for where, weights in found(await reach.admission(targets, READ_TIMEOUT_S)):
-        before = f"weights {weights} before" if weights else "weights of an unknown version before"
+    for where in found(await reach.admission(targets, READ_TIMEOUT_S)):
         output.note(
-            f"warning: {where}: its weight update was abandoned (it served {before}); the weights may be half "
-            f"written, and it {would} them as they are"
+            f"warning: {where}: its weight update was abandoned; the weights may be half written, and it {would} them "
+            "as they are"
         )
 
 
-def found(fleet: fleet_pb2.FleetAdmissionResponse) -> Iterator[tuple[str, str]]:
-    """Replica and engine, and the version of the weights it had."""
+def found(fleet: fleet_pb2.FleetAdmissionResponse) -> Iterator[str]:
+    """Replica and engine."""
     for replica in fleet.replicas:
         for engine in replica.admission.engines:
             if engine.verdict == types_pb2.VERDICT_PAUSED and TOLD_BY in engine.explanation:
-                yield f"{replica.replica} engine {engine.engine.data_parallel_rank}", engine.weight_version
+                yield f"{replica.replica} engine {engine.engine.data_parallel_rank}"

@@ -468,6 +468,7 @@ class EngineContract:
         bridge.mutate(lambda n: protocol.Renew(n, lease, 200_000_000, weights_complete=True))
         self.wait_for_scheduling(bridge, "running")
         assert bridge.admission().blocks_cached == 0
+        assert bridge.admission().weight_version == "unknown"
         late = bridge.mutate(lambda n: protocol.Resume(n, new_id(), deadline(5), lease))
         assert late.state == "done"
         assert scheduling(late).ended_by_lease
@@ -483,6 +484,7 @@ class EngineContract:
         assert page.read().counters.flags & 1
         assert bridge.mutate(lambda n: protocol.Renew(n, lease, MINUTE_NS)).state == "refused"
         assert scheduling(self.resume(bridge)).state == "running"
+        assert bridge.admission().weight_version == "unknown"
         assert not page.read().counters.flags & 1
         page.close()
 
@@ -509,6 +511,9 @@ class EngineContract:
         bridge.mutate(lambda n: protocol.Pause(n, request_id, deadline(5), 200_000_000, True))
         self.wait_for_scheduling(bridge, "running")
         assert bridge.admission().blocks_cached == 0
+        assert bridge.admission().weight_version == "unknown"
+        named = bridge.mutate(lambda n: protocol.Resume(n, new_id(), deadline(5), weight_version="step-9"))
+        assert scheduling(named).weight_version == bridge.admission().weight_version == "step-9"
 
     @staticmethod
     def pause(bridge: BridgeClient, lease_ns: int = MINUTE_NS) -> str:

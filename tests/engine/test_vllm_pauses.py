@@ -280,6 +280,39 @@ def test_waking_with_hashes_of_lost_memory_is_told_though_nobody_looked_while_it
     assert not driven.loop.bridge.counters.flags & FLAG_WOKE_WITHOUT_RESET
 
 
+def test_vllm_itself_says_that_the_weights_of_an_abandoned_update_are_unknown_until_they_are_named(
+    driven: Driven,
+) -> None:
+    """A trainer reads the version from the outputs of the engine, not from us."""
+    driven.loop.utility("set_weight_version", "step-1")
+    driven.add("runs")
+    driven.turn(5)
+    assert driven.loop.engine.get_weight_version() == "step-1"
+    driven.pause(10**9)
+    driven.loop.clock.now += 2 * 10**9
+    driven.turn(3)
+    evidence = driven.evidence()
+    assert (evidence.scheduling, evidence.weight_version) == ("abandoned_update", "unknown")
+    assert driven.loop.engine.get_weight_version() == "unknown"
+    driven.loop.utility("resume_scheduler")
+    driven.finish()
+    assert driven.evidence().weight_version == "unknown"
+    driven.loop.utility("set_weight_version", "step-2")
+    driven.turn()
+    assert driven.evidence().weight_version == "step-2"
+
+
+def test_a_version_told_to_vllm_itself_outlives_a_lease_that_ends_with_whole_weights(driven: Driven) -> None:
+    lease = driven.pause()
+    driven.loop.utility("set_weight_version", "theirs")
+    driven.turn()
+    assert driven.ask(protocol.Renew(0, lease, 10**9, True)).state == "done"
+    driven.loop.clock.now += 2 * 10**9
+    driven.turn(3)
+    evidence = driven.evidence()
+    assert (evidence.scheduling, evidence.weight_version) == ("running", "theirs")
+
+
 @pytest.fixture
 def large() -> Iterator[Driven]:
     """So many blocks that every walk over them takes many slices."""

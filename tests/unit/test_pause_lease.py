@@ -8,6 +8,7 @@ import pytest
 
 from engine_bridge import protocol
 from engine_bridge.dispatcher import SLICE_NS
+from engine_bridge.operations.pause import UNKNOWN_VERSION
 from tests.fake_engine.client import new_id
 from tests.fake_engine.world import SECOND, World, slow_reorder
 
@@ -228,3 +229,127 @@ def test_an_engine_that_steps_together_with_others_is_not_resumed_alone(world: W
     world.send(protocol.Resume(1, new_id(), world.now + SECOND))
     assert world.replies[-1].state == "unsupported"
     assert world.engine.pause_owner == "vllm"
+
+
+# --- which weights an engine says it serves -----------------------------------------------------------------------
+
+
+def run_out(world: World, lease: str) -> None:
+    world.tick(61)
+
+
+def withdraw(world: World, lease: str) -> None:
+    world.send(protocol.Cancel(7, lease))
+
+
+def resume(world: World, version: str = "", **options: Any) -> None:
+    world.send(protocol.Resume(8, new_id(), world.now + SECOND, weight_version=version, **options))
+    assert world.replies[-1].state == "done", world.replies[-1]
+
+
+@pytest.mark.parametrize("end", [run_out, withdraw])
+@pytest.mark.parametrize("by_itself", [True, False], ids=["resumes by itself", "stays paused"])
+def test_an_abandoned_update_leaves_weights_of_an_unknown_version_until_a_resume_names_one(
+    world: World, end: Any, by_itself: bool
+) -> None:
+    world.engine.version = "step-1"
+    end(world, pause(world, 60, resume_when_abandoned=by_itself))
+    assert world.engine.pause_owner == ("" if by_itself else "kvctl")
+    assert world.engine.version == UNKNOWN_VERSION
+    resume(world)
+    assert world.replies[-1].result.weight_version == UNKNOWN_VERSION
+    resume(world, "step-2")
+    assert world.engine.version == "step-2"
+
+
+def test_an_abandoned_update_that_vllm_itself_resumes_is_of_an_unknown_version_too(world: World) -> None:
+    world.engine.version = "step-1"
+    run_out(world, pause(world, 60))
+    world.engine.pause_owner = ""
+    world.tick()
+    assert world.engine.version == UNKNOWN_VERSION
+
+
+def test_a_reset_that_raises_at_the_end_of_a_lease_leaves_no_old_version_behind(world: World) -> None:
+    world.engine.version = "step-1"
+    world.engine.raise_in["drop_prefix_cache"] = "boom"
+    run_out(world, pause(world, 60))
+    assert world.engine.version == UNKNOWN_VERSION
+
+
+def test_a_new_update_does_not_bring_an_old_version_back(world: World) -> None:
+    world.engine.version = "step-1"
+    run_out(world, pause(world, 60))
+    lease = pause(world, 60)
+    assert world.engine.version == UNKNOWN_VERSION
+    resume(world, pause_request_id=lease)
+    assert world.engine.version == UNKNOWN_VERSION
+
+
+def test_whole_weights_that_nobody_named_are_of_an_unknown_version(world: World) -> None:
+    world.engine.version = "step-1"
+    lease = pause(world, 60)
+    world.send(protocol.Renew(2, lease, 60 * SECOND, weights_complete=True))
+    run_out(world, lease)
+    assert world.engine.pause_owner == ""
+    assert world.engine.version == UNKNOWN_VERSION
+
+
+@pytest.mark.parametrize(
+    ("whole", "read"), [(True, UNKNOWN_VERSION), (False, "step-1")], ids=["declared whole", "nothing declared"]
+)
+def test_an_owner_that_resumes_without_a_name_has_new_weights_if_it_declared_them(
+    world: World, whole: bool, read: str
+) -> None:
+    world.engine.version = "step-1"
+    lease = pause(world, 60)
+    world.send(protocol.Renew(2, lease, 60 * SECOND, weights_complete=whole))
+    resume(world, pause_request_id=lease)
+    assert world.engine.version == read
+
+
+@pytest.mark.parametrize(("whole", "read"), [(True, "theirs"), (False, UNKNOWN_VERSION)])
+def test_a_version_told_to_vllm_itself_stands_where_the_weights_are_whole(world: World, whole: bool, read: str) -> None:
+    world.engine.version = "step-1"
+    lease = pause(world, 60)
+    world.engine.version = "theirs"
+    world.send(protocol.Renew(2, lease, 60 * SECOND, weights_complete=whole))
+    run_out(world, lease)
+    assert world.engine.version == read
+
+
+@pytest.mark.parametrize(("theirs", "read"), [("", UNKNOWN_VERSION), ("theirs", "theirs")])
+def test_a_resume_by_vllm_itself_beneath_a_live_lease_leaves_only_a_version_told_to_it(
+    world: World, theirs: str, read: str
+) -> None:
+    world.engine.version = "step-1"
+    pause(world, 60)
+    world.engine.version = theirs or world.engine.version
+    world.engine.pause_owner = ""
+    world.tick()
+    assert world.engine.version == read
+
+
+def test_force_over_a_live_lease_leaves_the_version_unknown_unless_it_names_one(world: World) -> None:
+    world.engine.version = "step-1"
+    pause(world, 60)
+    resume(world, force=True)
+    assert world.engine.version == UNKNOWN_VERSION
+    pause(world, 60)
+    resume(world, "step-2", force=True)
+    assert world.engine.version == "step-2"
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_a_pause_that_never_took_hold_leaves_the_version_as_it_was(world: World, renewed: bool) -> None:
+    world.engine.version = "step-1"
+    world.engine.steps_in_flight = 2
+    request_id = new_id()
+    world.send(protocol.Pause(1, request_id, world.now + SECOND, 60 * SECOND))
+    world.engine.pause_owner = ""
+    if renewed:
+        world.send(protocol.Renew(2, request_id, SECOND))
+    world.engine.steps_in_flight = 0
+    world.tick(0.1)
+    assert world.replies[-1].state == "refused"
+    assert world.engine.version == "step-1"

@@ -500,7 +500,9 @@ class ResumeSchedulingRequest(_message.Message):
     pause_request_id: _builtins.str
     """The request id of the pause. When empty, only what holds no live lease is resumed, unless `force` is set."""
     weight_version: _builtins.str
-    """Recorded at the engine as its weight version when not empty."""
+    """Recorded at the engine as its weight version when not empty. An engine whose weights may be others than before and
+    have no name has the version "unknown" until one is named.
+    """
     force: _builtins.bool
     """Resumes whatever paused it, also while the owner of a pause keeps its lease alive (for an operator's hand).
     Not together with `pause_request_id`.

@@ -1002,7 +1002,7 @@ class EngineAdmission(_message.Message):
     preemptions: _builtins.int
     """Preemptions since start; -1 unknown."""
     weight_version: _builtins.str
-    """Weight version known to the engine; empty when never set."""
+    """Weight version known to the engine; empty when never set, "unknown" when an update ended without a name."""
     last_reset_mode: Global___RunningRequests.ValueType
     """Mode of that reset."""
     from_page: _builtins.bool
