@@ -33,6 +33,7 @@ from sidecar.cli.reaching import open_reach, security_of
 from sidecar.cli.settings import Settings
 from sidecar.client.reach import Reach
 from sidecar.client.remote import CoordinatorError
+from sidecar.coordinator.outcomes import TARGET_NOT_READY
 
 CLOCK_SKEW_S: Final = 60.0
 ADMISSION_TIMEOUT_S: Final = 5.0
@@ -170,6 +171,8 @@ async def _fleet(settings: Settings) -> list[Finding]:
             findings.append(Finding("ok", "coordinator", f"{settings.coordinator} answers"))
         if not fleet.replicas:
             findings.append(Finding("wrong", "discovery", "no replica found", "check the inventory or the DNS name"))
+        elif all(replica.reason == TARGET_NOT_READY for replica in fleet.replicas):
+            findings.append(Finding("wrong", "discovery", "no replica can be called", "each one below says why"))
         admission = await _admission(reach, fleet)
         findings += await _served(settings, fleet)
         for replica in fleet.replicas:
@@ -185,7 +188,7 @@ async def _served(settings: Settings, fleet: fleet_pb2.ListReplicasResponse) -> 
     tls = security_of(settings).tls
     if tls is None:
         return []
-    servers = {f"replica {replica.name}": replica.address for replica in fleet.replicas}
+    servers = {f"replica {row.name}": row.address for row in fleet.replicas if row.reason != TARGET_NOT_READY}
     if settings.coordinator:
         servers = {"the coordinator": settings.coordinator}
     return await certificates.served(servers, tls, time.time())
@@ -271,6 +274,10 @@ def verdict_advice(verdict: types_pb2.Verdict.ValueType, replica: str, pid: int)
 def of_replica(replica: fleet_pb2.FleetReplica, now: float) -> Iterator[Finding]:
     """Findings about one replica. `now`: seconds since the epoch."""
     subject = f"replica {replica.name}"
+    if replica.reason == TARGET_NOT_READY:
+        text = "operations skip it, and end as partial at best, until it is ready or gone"
+        yield Finding("warning", subject, replica.message, text)
+        return
     if not replica.reachable:
         advice = "start kvctl-sidecar there, or mend the address"
         if replica.code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):

@@ -23,6 +23,7 @@ from sidecar.cli.settings import Settings
 from sidecar.cli.terminal import Attended, attended
 from sidecar.client.reach import Reach
 from sidecar.client.remote import CoordinatorError
+from sidecar.coordinator.outcomes import TARGET_NOT_READY
 
 READ_TIMEOUT_S: Final = 5.0
 REMARKS: Final = 3
@@ -142,13 +143,14 @@ def screen(
     entries = [(replica, engine) for replica in fleet.replicas for engine in replica.admission.engines]
     entries.sort(key=lambda entry: (not entry[1].stalled, entry[0].replica, entry[1].engine.data_parallel_rank))
     lost = [replica for replica in fleet.replicas if replica.code != "OK"]
+    skipped = sum(replica.reason == TARGET_NOT_READY for replica in lost)
     stalled = sum(engine.stalled for _, engine in entries)
     head = f"{when}  {style.count(len(fleet.replicas), 'replica')}, {style.count(len(entries), 'engine')}, "
-    head += f"{stalled} stalled, {len(lost)} not reached"
+    head += f"{stalled} stalled, {len(lost) - skipped} not reached"
+    head += f", {skipped} skipped" if skipped else ""
     stuck = [_cells(replica, engine) for replica, engine in entries[:stalled]]
     gone = [
-        [style.words(_ends(replica.replica)), style.words(replica.code, "bad"), *[style.words("-")] * 7]
-        for replica in lost
+        [style.words(_ends(replica.replica)), admission.instead(replica), *[style.words("-")] * 7] for replica in lost
     ]
     well = [_cells(replica, engine) for replica, engine in entries[stalled:]]
     cells = [*well, *gone, *stuck] if worst_last else [*stuck, *gone, *well]
@@ -156,7 +158,7 @@ def screen(
     made = style.table(*COLUMNS[:shown])
     for row in cells[:rows]:
         made.add_row(*row[:shown])
-    lines: list[RenderableType] = [style.words(head, "bad" if stalled or lost else ""), made]
+    lines: list[RenderableType] = [style.words(head, "bad" if stalled or len(lost) > skipped else ""), made]
     hidden = len(cells) - rows
     if hidden > 0:
         lines.append(style.words(f"{style.count(hidden, 'more row')}; --replicas shows a part", "quiet"))

@@ -313,7 +313,9 @@ class Fleet:
                 return aims, absent, reach.channels
             listed = await reach.replicas(chosen)
             lost = {
-                row.name: error_for(row.code, "", row.message, row.name) for row in listed.replicas if not row.reachable
+                row.name: error_for(row.code, row.reason, row.message, row.name)
+                for row in listed.replicas
+                if not row.reachable
             }
             found = [Aim(row.name, row.address, dict(row.info.labels)) for row in listed.replicas if row.reachable]
             self._sidecars = self._sidecars or Channels(self._security)

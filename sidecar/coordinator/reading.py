@@ -39,7 +39,9 @@ async def read_admission(
 
     rows, repeats = _merged(await asyncio.gather(*(one(aim) for aim in resolved.aims)))
     rows += [
-        fleet_pb2.ReplicaAdmission(replica=row.replica, address=row.address, code="UNAVAILABLE", message=row.message)
+        fleet_pb2.ReplicaAdmission(
+            replica=row.replica, address=row.address, code="UNAVAILABLE", reason=row.reason, message=row.message
+        )
         for row in resolved.apart
         if row.reason != outcomes.DUPLICATE_TARGET
     ]
@@ -76,13 +78,16 @@ def list_replicas(resolved: Resolved) -> fleet_pb2.ListReplicasResponse:
     for aim in resolved.aims:
         row = fleet_pb2.FleetReplica(name=aim.name, address=aim.address)
         if failure := resolved.failures.get(aim.address):
-            row.code, row.message = failure.code, failure.message.removeprefix(f"{aim.address}: ")
+            row.code, row.reason = failure.code, failure.reason
+            row.message = failure.message.removeprefix(f"{aim.address}: ")
         elif info := resolved.identities.get(aim.address):
             row.reachable, row.code = True, "OK"
             row.info.CopyFrom(info)
         rows.append(row)
     rows += [
-        fleet_pb2.FleetReplica(name=row.replica, address=row.address, code="UNAVAILABLE", message=row.message)
+        fleet_pb2.FleetReplica(
+            name=row.replica, address=row.address, code="UNAVAILABLE", reason=row.reason, message=row.message
+        )
         for row in resolved.apart
         if row.reason != outcomes.DUPLICATE_TARGET
     ]
@@ -139,7 +144,7 @@ def _row(
     row = fleet_pb2.ReplicaAdmission(replica=aim.name, address=aim.address)
     if isinstance(found, Failure):
         told = outcomes.unreachable(found, aim.address, timeout_s)
-        row.code, row.message = told.code, told.message
+        row.code, row.reason, row.message = told.code, told.reason, told.message
         return row
     row.code = "OK"
     row.admission.CopyFrom(found)

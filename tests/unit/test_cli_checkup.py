@@ -108,6 +108,16 @@ def test_a_replica_without_an_engine_or_of_another_version_or_clock_is_a_finding
     assert "found no engine" in texts
 
 
+def test_a_pod_that_is_not_called_is_a_warning_and_nobody_is_told_to_start_a_sidecar_there() -> None:
+    leaving = fleet_pb2.FleetReplica(
+        name="r0", code="UNAVAILABLE", reason="TARGET_NOT_READY", message="not called: the pod is terminating"
+    )
+    [found] = findings(leaving)
+    assert (found.level, found.found) == ("warning", "not called: the pod is terminating")
+    assert "skip" in found.advice
+    assert "start kvctl-sidecar" not in found.advice
+
+
 @pytest.mark.parametrize(
     ("offset", "told"), [(-7200, "2 h behind this one"), (7200, "2 h ahead of this one"), (-40, ""), (40, "")]
 )

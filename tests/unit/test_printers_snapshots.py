@@ -153,6 +153,10 @@ def a_listing() -> fleet_pb2.ListReplicasResponse:
     )
     made.replicas.add(name="r1", address="127.0.0.1:9002", reachable=True, code="OK", info=lost)
     made.replicas.add(name="r2", address="127.0.0.1:9003", code="UNAVAILABLE", message="connection refused")
+    leaving = "not called: the pod is terminating"
+    made.replicas.add(
+        name="r4", address="127.0.0.1:9005", code="UNAVAILABLE", reason="TARGET_NOT_READY", message=leaving
+    )
     empty = types_pb2.ReplicaInfo(name="r3", version="0.1.0")
     made.replicas.add(name="r3", address="127.0.0.1:9004", reachable=True, code="OK", info=empty)
     return made
@@ -478,6 +482,26 @@ def a_pod(number: int) -> fleet_pb2.FleetReplica:
     made = fleet_pb2.FleetReplica(name=name, address=f"{name}.vllm.prod.svc.cluster.local:7700", reachable=True)
     made.info.engines.add(connected=True, vllm_version="0.32.0", model="/models/meta-llama/Llama-3.3-70B-Instruct")
     return made
+
+
+def test_a_pod_that_is_not_called_is_shown_as_skipped_by_admission_and_top_and_counts_as_no_outage() -> None:
+    fleet = an_admission()
+    del fleet.replicas[1:]
+    fleet.replicas.add(
+        replica="p1", code="UNAVAILABLE", reason="TARGET_NOT_READY", message="not called: the pod is terminating"
+    )
+    for print_to in (
+        lambda c: admission.print_table(c, fleet),
+        lambda c: admission.print_wide(c, fleet),
+        lambda c: c.print(live.screen(fleet, "03:04:05", "")),
+    ):
+        shown = printed(print_to, style.WIDE)
+        assert "SKIPPED" in shown
+        assert "p1: not called: the pod is terminating" in shown
+        assert "UNAVAILABLE" not in shown
+    assert "0 not reached, 1 skipped" in shown
+    [line] = admission.change_line("03:04:05", fleet_pb2.WatchFleetAdmissionResponse(replica=fleet.replicas[1]))
+    assert line == "03:04:05  p1  SKIPPED  not called: the pod is terminating"
 
 
 def test_the_names_of_pods_are_readable_at_eighty_columns() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sidecar.cli.printers.style import clean, fitting, named, seconds, table, words
-from sidecar.coordinator.outcomes import enum_word
+from sidecar.coordinator.outcomes import TARGET_NOT_READY, enum_word
 
 GOOD: Final = frozenset({types_pb2.VERDICT_IDLE, types_pb2.VERDICT_FLOWING})
 BAD: Final = frozenset(
@@ -38,6 +38,12 @@ def tone(engine: types_pb2.EngineAdmission) -> str:
     if engine.stalled or engine.verdict in BAD:
         return "bad"
     return "good" if engine.verdict in GOOD else "doubtful"
+
+
+def instead(replica: fleet_pb2.ReplicaAdmission) -> Text:
+    """What stands in the place of a verdict for a replica without one: it was skipped, or the code of the call."""
+    skipped = replica.reason == TARGET_NOT_READY
+    return words("SKIPPED", "doubtful") if skipped else words(replica.code, "bad")
 
 
 def known(number: int) -> str:
@@ -72,7 +78,7 @@ def print_table(console: Console, fleet: fleet_pb2.FleetAdmissionResponse) -> No
                 ]
             )
         if replica.code != "OK":
-            rows.append([words(replica.replica), words("-"), words(replica.code, "bad"), *[words("-")] * 6])
+            rows.append([words(replica.replica), words("-"), instead(replica), *[words("-")] * 6])
     shown = fitting(_COLUMNS, rows, console.width, least=3)
     made = table(*_COLUMNS[:shown])
     for row in rows:
@@ -113,8 +119,8 @@ def print_wide(console: Console, fleet: fleet_pb2.FleetAdmissionResponse) -> Non
                 words(engine.explanation),
             )
         if replica.code != "OK":
-            row = [replica.replica, replica.address, "-", replica.code, *["-"] * 16, replica.message]
-            made.add_row(*[words(text) for text in row])
+            head = [words(replica.replica), words(replica.address), words("-"), instead(replica)]
+            made.add_row(*head, *[words("-")] * 16, words(replica.message))
     if fleet.replicas:
         console.print(made)
     for line in remarks(fleet):
@@ -147,11 +153,13 @@ def remarks(fleet: fleet_pb2.FleetAdmissionResponse) -> list[str]:
 
 
 def in_order(fleet: fleet_pb2.FleetAdmissionResponse) -> list[fleet_pb2.ReplicaAdmission]:
-    """Replicas as they are shown: well, then in doubt, stalled, not reached."""
+    """Replicas as they are shown: well, then in doubt or skipped, stalled, not reached."""
     return sorted(fleet.replicas, key=lambda replica: (_place(replica), replica.replica, replica.address))
 
 
 def _place(replica: fleet_pb2.ReplicaAdmission) -> int:
+    if replica.reason == TARGET_NOT_READY:
+        return 1
     if replica.code != "OK":
         return 3
     tones = {tone(engine) for engine in replica.admission.engines}
@@ -172,7 +180,7 @@ def change_line(when: str, sample: fleet_pb2.WatchFleetAdmissionResponse) -> lis
     """One line an engine for a sample of a watch."""
     replica = sample.replica
     if replica.code != "OK":
-        return [clean(f"{when}  {replica.replica}  {replica.code}  {replica.message}")]
+        return [clean(f"{when}  {replica.replica}  {instead(replica).plain}  {replica.message}")]
     lines = []
     for engine in replica.admission.engines:
         figures = (

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sidecar.cli.printers.style import clean, named, table, words
+from sidecar.coordinator.outcomes import TARGET_NOT_READY
 
 _BACKENDS = {
     types_pb2.BACKEND_KIND_UNSPECIFIED: "-",
@@ -115,7 +116,9 @@ def print_wide(console: Console, fleet: fleet_pb2.ListReplicasResponse) -> None:
             ]
             made.add_row(*[words(text) for text in [*head, *figures]])
         if not info.engines:
-            state = words(replica.message or replica.code, "bad") if not replica.reachable else _state(replica)
+            state = _state(replica)
+            if not replica.reachable:
+                state = Text(clean(replica.message or replica.code), style=state.style)
             made.add_row(*[words(text) for text in [*head, *["-"] * 9]], state, words("-"))
     if fleet.replicas:
         console.print(made)
@@ -130,11 +133,13 @@ def _in_order(fleet: fleet_pb2.ListReplicasResponse) -> list[fleet_pb2.FleetRepl
 def _place(replica: fleet_pb2.FleetReplica) -> int:
     engines = replica.info.engines
     if not replica.reachable:
-        return 2
+        return 1 if replica.reason == TARGET_NOT_READY else 2
     return 0 if engines and all(engine.connected for engine in engines) else 1
 
 
 def _state(replica: fleet_pb2.FleetReplica) -> Text:
+    if replica.reason == TARGET_NOT_READY:
+        return words("skipped", "doubtful")
     if not replica.reachable:
         return words(_NOT_REACHED.get(replica.code, "unreachable"), "bad")
     if not replica.info.engines:

@@ -911,6 +911,7 @@ class FleetReplica(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name as discovery or the replica itself gives it."""
     address: _builtins.str
@@ -921,6 +922,8 @@ class FleetReplica(_message.Message):
     """Canonical gRPC code name of the last try."""
     message: _builtins.str
     """Why it is not reachable, or skipped."""
+    reason: _builtins.str
+    """UPPER_SNAKE reason where one is known: TARGET_NOT_READY for one that is skipped, which nobody tried to call."""
     @_builtins.property
     def info(self) -> _types_pb2.ReplicaInfo:
         """What it said of itself; unset when it never answered."""
@@ -934,10 +937,11 @@ class FleetReplica(_message.Message):
         code: _builtins.str = ...,
         message: _builtins.str = ...,
         info: _types_pb2.ReplicaInfo | None = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "code", b"code", "info", b"info", "message", b"message", "name", b"name", "reachable", b"reachable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "code", b"code", "info", b"info", "message", b"message", "name", b"name", "reachable", b"reachable", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1012,6 +1016,7 @@ class ReplicaAdmission(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     ADMISSION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Replica name."""
     address: _builtins.str
@@ -1020,6 +1025,8 @@ class ReplicaAdmission(_message.Message):
     """Canonical gRPC code name of the call."""
     message: _builtins.str
     """Why there is no admission; empty when there is."""
+    reason: _builtins.str
+    """UPPER_SNAKE reason where one is known: TARGET_NOT_READY for one that is skipped, which nobody tried to call."""
     @_builtins.property
     def admission(self) -> _replica_pb2.AdmissionStatusResponse:
         """Per engine."""
@@ -1032,10 +1039,11 @@ class ReplicaAdmission(_message.Message):
         code: _builtins.str = ...,
         message: _builtins.str = ...,
         admission: _replica_pb2.AdmissionStatusResponse | None = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admission", b"admission", "code", b"code", "message", b"message", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admission", b"admission", "code", b"code", "message", b"message", "reason", b"reason", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
