@@ -3,9 +3,10 @@
 The rules:
 
 * one effect: at most one of each kind for a request id, an engine and an incarnation of it; none that nobody asked for
-* one end: every operation ends, with exactly one terminal row for each of its targets, and a row that says for certain
-  what happened never changes
-* within max_unavailable: neither do engines work for more targets of one operation at once, nor are more said to run
+* one end: every operation ends, with exactly one terminal row for each of its targets, those included that a rollout
+  gave up on; what has ended never opens again, and a row that says for certain what happened never changes
+* within max_unavailable: neither do engines work for more targets of one operation at once, nor are more said to be
+  disrupted; one that a rollout gave up on counts until then, and for good when it gave up on its health
 * the truth: "succeeded" had its effect, "not executed" and "skipped" never have one, a refusal changed nothing
 * unknown: a lost answer is neither success nor failure, and what is unknown carries the id to ask by
 * deadline: no engine takes a request up after the time its target had
@@ -18,8 +19,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
-from tests.robustness.history import TERMINAL, Called, Effect, Ended, Fault, Floor, History, Row, Taken, Told
+from tests.robustness.history import TERMINAL, Called, Effect, Ended, Fault, Floor, History, Taken, Told
 
 REFUSALS = frozenset({"FAILED_PRECONDITION", "INVALID_ARGUMENT", "UNIMPLEMENTED", "PERMISSION_DENIED"})
 """Codes by which a replica of one engine says that it changed nothing."""
@@ -135,16 +137,19 @@ def _one_end(run: _Run) -> Iterator[Violation]:
             if row.outcome not in TERMINAL:
                 yield Violation("one end", f"{row.replica} is {row.outcome!r} though {call.operation_id} has ended")
     for operation_id, accounts in run.told.items():
-        certain: dict[str, Row] = {}
+        if any(was.final and not told.final for was, told in pairwise(accounts)):
+            yield Violation("one end", f"operation {operation_id} had ended and then went on")
+        ended: dict[str, str] = {}
         for told in accounts:
             for row in told.rows:
-                before = certain.get(row.replica)
-                if before is not None and before.outcome != row.outcome:
+                before = ended.get(row.replica, "")
+                known_later = before == "unknown" and row.outcome in TERMINAL
+                if before and before != row.outcome and not known_later:
                     yield Violation(
-                        "one end", f"{row.replica} of {operation_id} was {before.outcome}, then {row.outcome or 'open'}"
+                        "one end", f"{row.replica} of {operation_id} was {before}, then {row.outcome or 'open'}"
                     )
-                if row.outcome in TERMINAL - {"unknown"}:
-                    certain[row.replica] = row
+                if row.outcome in TERMINAL:
+                    ended[row.replica] = row.outcome
 
 
 def _within_max_unavailable(run: _Run) -> Iterator[Violation]:
@@ -152,26 +157,43 @@ def _within_max_unavailable(run: _Run) -> Iterator[Violation]:
         if not call.max_unavailable:
             continue
         for told in run.told.get(call.operation_id, ()):
-            running = sum(row.outcome == "running" for row in told.rows)
-            if running > call.max_unavailable:
+            disrupted = sum(row.outcome == "running" or bool(row.health) for row in told.rows)
+            if disrupted > call.max_unavailable:
                 yield Violation(
                     "within max_unavailable",
-                    f"{running} targets of {call.operation_id} run, {call.max_unavailable} may",
+                    f"{disrupted} targets of {call.operation_id} are disrupted, {call.max_unavailable} may",
                 )
-        # Only whole spans, of targets that the operation waited for: it has gone on past one that it gave up on.
-        awaited = {replica for replica, outcome in run.first_ends(call.operation_id).items() if outcome == "succeeded"}
-        spans = [
-            (begun, run.ended[key])
-            for key, begun in run.taken.items()
-            if key[2] in call.request_ids and key[0] in awaited and key in run.ended
-        ]
-        for begun, _ in spans:
-            at_work = sum(other_begun <= begun < other_ended for other_begun, other_ended in spans)
-            if at_work > call.max_unavailable:
+        spans = [*_at_work(run, call), *_told_as_running(run, call)]
+        for _, begun, _ in spans:
+            at_once = {replica for replica, since, until in spans if since <= begun < until}
+            if len(at_once) > call.max_unavailable:
                 yield Violation(
                     "within max_unavailable",
-                    f"{at_work} engines worked for {call.operation_id} at once, {call.max_unavailable} may",
+                    f"{len(at_once)} engines worked for {call.operation_id} at once, {call.max_unavailable} may",
                 )
+
+
+def _at_work(run: _Run, call: Called) -> Iterator[tuple[str, int, int]]:
+    """Replica, from when, until when: an engine's work whose answer the operation surely waited for."""
+    ends = run.first_ends(call.operation_id)
+    for key, begun in run.taken.items():
+        replica, _, request_id = key
+        if request_id in call.request_ids and ends.get(replica) == "succeeded" and key in run.ended:
+            yield replica, begun, run.ended[key]
+
+
+def _told_as_running(run: _Run, call: Called) -> Iterator[tuple[str, int, int]]:
+    """Replica, from when, until when: from an engine's first work to the last instant at which the target was surely
+    not given up yet. Its engine may work on after that, and the operation has gone on.
+    """
+    begun: dict[str, int] = {}
+    for (replica, _, request_id), at_ns in run.taken.items():
+        if request_id in call.request_ids:
+            begun[replica] = min(at_ns, begun.get(replica, at_ns))
+    until: dict[str, int] = {}
+    for told in run.told.get(call.operation_id, ()):
+        until.update({row.replica: told.asked_ns for row in told.rows if row.outcome == "running"})
+    yield from ((replica, begun[replica], until[replica]) for replica in begun.keys() & until.keys())
 
 
 def _truth(run: _Run) -> Iterator[Violation]:

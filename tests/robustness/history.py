@@ -28,6 +28,8 @@ class Row(msgspec.Struct, frozen=True):
     request_id: str = ""
     execution: str = ""
     """"not_executed", "unknown", or empty: an answer was received."""
+    health: str = ""
+    """Why a rollout waits for this target although its call has ended, or gave it up; empty when it does neither."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +62,8 @@ class Told(Event, frozen=True, tag="told"):
     rows: Sequence[Row]
     final: bool
     """The operation has ended, as far as the one who tells it knows."""
+    asked_ns: int = 0
+    """When the caller asked: what is told was so at some instant since then. 0: not known."""
 
 
 class Taken(Event, frozen=True, tag="taken"):

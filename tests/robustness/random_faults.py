@@ -68,7 +68,8 @@ class RandomFaults:
         held = drawn.choice(list(fleet.replicas.values()))
         held.engine.do("hold_at", point=drawn.choice(POINTS))
         rolling = drawn.random() < 0.4
-        started = [fleet.start(drawn.randint(2, 3), max_unavailable=1 if rolling else 0)]
+        limit = drawn.choice((1, len(fleet.replicas)))
+        started = [fleet.start(drawn.randint(2, 3), max_unavailable=int(rolling), max_failures=limit)]
         broken = drawn.sample(sorted(FAULTS), drawn.choice((1, 1, 2)))
         if drawn.random() < 0.7:
             held.wait_held(1)

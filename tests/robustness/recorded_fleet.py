@@ -54,6 +54,9 @@ class RecordedFleet:
         self._from_ns = 0
         self._incarnations: dict[tuple[str, str], str] = {}
         self._seen: dict[str, int] = {}
+        """Operation -> version of the account that was put on record last."""
+        self._seen_again: dict[str, Told] = {}
+        """Operation -> that account as it was seen last, which is on record once there is another."""
         for index in range(replicas):
             name = f"r{index}"
             self.replicas[name] = ReplicaUnderTest(folder, name, self.network, self.fault, security)
@@ -162,14 +165,24 @@ class RecordedFleet:
         self.coordinator.stub.CancelOperation(request, timeout=LONG_S)
 
     def look(self, operation_id: str) -> fleet_pb2.FleetOperation:
-        """The operation as the coordinator now tells it, put on record when it is news."""
+        """The operation as the coordinator now tells it; each account is put on record as first and as last seen."""
         request = fleet_pb2.FleetAdminGetOperationRequest(operation_id=operation_id)
+        asked_ns = now_ns()
         found: fleet_pb2.FleetOperation = self.coordinator.stub.GetOperation(request, timeout=10).operation
+        told = Told(
+            at_ns=now_ns(),
+            operation_id=operation_id,
+            rows=[_row(row) for row in found.results],
+            final=found.state in ENDED,
+            asked_ns=asked_ns,
+        )
         if self._seen.get(operation_id) != found.version:
             self._seen[operation_id] = found.version
-            rows = [_row(row) for row in found.results]
-            final = found.state in ENDED
-            self.tape.write(Told(at_ns=now_ns(), operation_id=operation_id, rows=rows, final=final))
+            if (before := self._seen_again.pop(operation_id, None)) is not None:
+                self.tape.write(before)
+            self.tape.write(told)
+        else:
+            self._seen_again[operation_id] = told
         return found
 
     def end(self, operation_id: str, within_s: float = LONG_S) -> fleet_pb2.FleetOperation:
@@ -290,4 +303,5 @@ def _row(row: fleet_pb2.TargetResult) -> Row:
         row.reason,
         row.request_id,
         "" if execution == "unspecified" else execution,
+        row.health,
     )

@@ -52,6 +52,7 @@ DISPATCHER = "engine_bridge/dispatcher.py"
 ROLLOUT = "sidecar/coordinator/rollout.py"
 RETRY = "sidecar/coordinator/retry.py"
 ATTEMPT = "sidecar/coordinator/attempt.py"
+EXECUTION = "sidecar/coordinator/execution.py"
 STORE = "sidecar/coordinator/store.py"
 AGGREGATE = "sidecar/replica/aggregate.py"
 VERDICT = "sidecar/replica/verdict.py"
@@ -215,6 +216,13 @@ BUGS = (
         "self._failures >= self.policy.max_failures:",
         "self._failures > self.policy.max_failures:",
         "test_the_failure_limit_drops_the_rest_with_the_last_failure_as_reason",
+    ),
+    Bug(
+        "a target that a rollout never called gets no result",
+        EXECUTION,
+        "            if decision.drop:\n",
+        "            if False:\n",
+        "test_targets_given_up_after_too_many_failures_have_their_one_result",
     ),
     Bug(
         "a lost answer passes for a failure",

@@ -53,7 +53,8 @@ class Story:
         return self._add(Ended(at_ns=_ns(at + lasts), **who))
 
     def tell(self, at: float, *rows: Row, final: bool = True, operation: str = "op") -> Story:
-        return self._add(Told(at_ns=_ns(at), operation_id=operation, rows=rows, final=final))
+        told = Told(at_ns=_ns(at), operation_id=operation, rows=rows, final=final, asked_ns=_ns(at - 0.01))
+        return self._add(told)
 
     def fault(self, at: float, what: str = "kill", whom: str = "r0 sidecar") -> Story:
         return self._add(Fault(at_ns=_ns(at), what=what, whom=whom))
@@ -127,6 +128,32 @@ def test_a_target_without_exactly_one_terminal_row_is_caught(rows: Sequence[Row]
     assert set(story.broken()) == {"one end"}
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (UNKNOWN,),
+        (UNKNOWN, row("r1", "skipped"), row("r1", "skipped")),
+        (UNKNOWN, row("r1", "")),
+        (row("r1", "skipped"),),
+    ],
+    ids=["never called", "never called, twice", "still to come", "given up"],
+)
+def test_a_target_that_a_rollout_gave_up_on_without_exactly_one_result_is_caught(rows: Sequence[Row]) -> None:
+    def ending(*told: Row) -> list[str]:
+        return Story().call(1, max_unavailable=1).work(1.1, "r0", lasts=9).tell(2, *told).broken()
+
+    assert ending(UNKNOWN, row("r1", "skipped")) == []
+    assert set(ending(*rows)) == {"one end"}
+
+
+def test_a_result_that_is_taken_back_is_caught() -> None:
+    story = Story().call(1).work(1.1, "r0").work(1.1, "r1").tell(1.5, UNKNOWN, row("r1", "running"), final=False)
+    assert story.tell(1.6, row("r0", "running"), row("r1"), final=False).tell(2, row("r0"), row("r1")).broken() == [
+        "one end"
+    ]
+    assert both_done().tell(3, row("r0"), row("r1"), final=False).broken() == ["one end"]
+
+
 def test_a_certain_row_that_changes_later_is_caught_and_an_unknown_one_may_become_known() -> None:
     assert both_done().tell(3, row("r0", "failed", code="INTERNAL"), row("r1")).broken() == ["one end"]
     learned = Story().call(1).work(1.1, "r0").work(1.1, "r1").tell(2, UNKNOWN, row("r1")).tell(3, row("r0"), row("r1"))
@@ -142,9 +169,39 @@ def test_more_engines_at_work_at_once_than_may_be_are_caught() -> None:
     assert at(1.6).broken() == []
 
 
-def test_a_target_that_was_given_up_on_is_not_waited_for() -> None:
-    story = Story().call(1, max_unavailable=1).work(1.1, "r0", lasts=5).work(2, "r1")
-    assert story.tell(3, UNKNOWN, row("r1")).tell(7, row("r0"), row("r1")).broken() == []
+def test_a_target_that_was_given_up_on_counts_until_then_and_is_not_waited_for_after() -> None:
+    def called_next_at(second: float) -> list[str]:
+        story = Story().call(1, max_unavailable=1).work(1.1, "r0", lasts=5).work(second, "r1")
+        story.tell(2, row("r0", "running"), row("r1", ""), final=False)
+        return story.tell(3, UNKNOWN, row("r1")).tell(7, row("r0"), row("r1")).broken()
+
+    assert called_next_at(1.9) == ["within max_unavailable"]
+    assert called_next_at(2.1) == []
+
+
+def test_an_engine_that_died_at_its_work_counts_until_the_rollout_gives_its_target_up() -> None:
+    story = Story().call(1, max_unavailable=1).work(1.1, "r0").work(1.5, "r1")
+    story.events = [event for event in story.events if not (isinstance(event, Ended) and event.replica == "r0")]
+    story.tell(2, row("r0", "running"), row("r1", ""), final=False).tell(3, UNKNOWN, row("r1"))
+    assert story.broken() == ["within max_unavailable"]
+
+
+def test_a_target_that_was_done_anew_by_a_successor_counts_once() -> None:
+    story = Story().call(1, max_unavailable=1).work(1.1, "r0", lasts=2).work(2, "r0", incarnation="second")
+    story.tell(2.5, row("r0", "running"), row("r1", ""), final=False).work(3.2, "r1")
+    assert story.tell(4, row("r0"), row("r1")).broken() == []
+
+
+def test_a_target_whose_health_was_given_up_keeps_its_place() -> None:
+    ill = row("r0", health="not healthy within 60 s: stalled")
+
+    def beside(other: Row, max_unavailable: int) -> list[str]:
+        story = Story().call(1, max_unavailable=max_unavailable).work(1.1, "r0").work(1.5, "r1")
+        return story.tell(1.55, ill, other, final=False).tell(2, ill, row("r1")).broken()
+
+    assert beside(row("r1", "running"), 2) == []
+    assert beside(row("r1", "running"), 1) == ["within max_unavailable"]
+    assert beside(row("r1", ""), 1) == []
 
 
 def test_more_targets_said_to_run_at_once_than_may_are_caught() -> None:

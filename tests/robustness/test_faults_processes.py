@@ -9,20 +9,23 @@ import pytest
 from kvctl.v1 import fleet_pb2
 
 from tests.contract.sidecar_process import wait_until
-from tests.fake_engine.gate import POINTS
+from tests.fake_engine.gate import AFTER_EFFECT, POINTS
 from tests.robustness.history import Ended
 from tests.robustness.recorded_fleet import LONG_S, RecordedFleet
 
 SUCCEEDED = fleet_pb2.TARGET_OUTCOME_SUCCEEDED
 FAILED = fleet_pb2.TARGET_OUTCOME_FAILED
 UNKNOWN = fleet_pb2.TARGET_OUTCOME_UNKNOWN
+SKIPPED = fleet_pb2.TARGET_OUTCOME_SKIPPED
 
 
-def held_at(point: str, fleet: RecordedFleet, timeout_s: int = 60) -> str:
-    """An operation whose first replica is held at the point."""
+def held_at(
+    point: str, fleet: RecordedFleet, timeout_s: int = 60, *, one_by_one: bool = False, failures: int = 0
+) -> str:
+    """An operation whose first replica is held at the point; one by one, it ends after so many failures."""
     engine = fleet.replicas["r0"].engine
     engine.do("hold_at", point=point)
-    operation_id = fleet.start(timeout_s)
+    operation_id = fleet.start(timeout_s, max_unavailable=int(one_by_one), max_failures=failures)
     engine.do("wait_held")
     fleet.look(operation_id)
     return operation_id
@@ -104,6 +107,32 @@ def test_an_engine_stopped_before_it_takes_the_operation_up_never_runs_it_later(
     loaded_fleet.mend()
     loaded_fleet.load(1)
     assert loaded_fleet.settle(operation_id)[0].execution == "not_executed"
+    loaded_fleet.check()
+
+
+def test_a_rollout_goes_on_past_a_target_that_it_gave_up_on_and_never_before(loaded_fleet: RecordedFleet) -> None:
+    operation_id = held_at(AFTER_EFFECT, loaded_fleet, timeout_s=5, one_by_one=True, failures=2)
+    r0 = loaded_fleet.replicas["r0"]
+    r0.stop_engine()
+    assert [row.outcome for row in loaded_fleet.end(operation_id).results] == [UNKNOWN, SUCCEEDED]
+    r0.continue_engine()
+    finish_at_the_engine(loaded_fleet, operation_id)
+    assert [row.outcome for row in loaded_fleet.settle(operation_id)] == ["succeeded", "succeeded"]
+    loaded_fleet.load(1)
+    loaded_fleet.check()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_rollout_that_ends_at_a_failure_gives_those_it_never_called_their_one_result_too(
+    loaded_fleet: RecordedFleet, point: str
+) -> None:
+    operation_id = held_at(point, loaded_fleet, one_by_one=True, failures=1)
+    loaded_fleet.replicas["r0"].kill_engine()
+    r0, r1 = loaded_fleet.end(operation_id).results
+    assert r0.outcome in (FAILED, UNKNOWN), r0
+    assert (r1.outcome, r1.reason) == (SKIPPED, "ROLLOUT_STOPPED"), r1
+    loaded_fleet.mend()
+    loaded_fleet.load(1)
     loaded_fleet.check()
 
 
