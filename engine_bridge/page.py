@@ -1,7 +1,7 @@
 """The memory-mapped page: what an engine did last, readable while its thread is busy, stuck or stopped.
 
-The engine thread rewrites the page at every step (a few microseconds, no system call). Another process maps the same
-file and reads it under a sequence lock, so it needs nothing of the engine: no GIL, no answer. The page is also how a
+The engine thread rewrites the page at every step (a few microseconds, no system call). Another process copies it under
+a sequence lock, so it needs nothing of the engine: no GIL, no answer. The page is also how a
 caller learns for certain whether an operation ever started: the engine thread notes the request id in `started`
 before it looks at the deadline, so an id that is absent once the deadline has passed was not and will not be executed.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import struct
 import uuid
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ PAGE_VERSION: Final = 1
 STARTED_SLOTS: Final = 16
 
 _HEADER: Final = struct.Struct("<8sII")  # magic, version, size
+_SEQUENCE: Final = struct.Struct("<Q")
 _SEQUENCE_OFFSET: Final = 16
-_SEQUENCE_BYTES: Final = 8
-_BODY_OFFSET: Final = _SEQUENCE_OFFSET + _SEQUENCE_BYTES
+_BODY_OFFSET: Final = _SEQUENCE_OFFSET + _SEQUENCE.size
 _BODY: Final = struct.Struct("<16sIiQIQQQQQQQIIIIIIQQQQIIQQ")
 _PHASE_OFFSET: Final = _BODY_OFFSET + struct.calcsize("<16sIiQ")
 _PHASE: Final = struct.Struct("<IQ")
@@ -114,10 +115,10 @@ class Snapshot:
 
 
 def _sequence_word(page: mmap.mmap) -> memoryview:
-    """The sequence as one aligned machine word, read and written whole. `struct` writes zeros first and then byte by
-    byte: a reader that meets those zeros twice would take half a body for a whole one.
+    """The sequence as one aligned machine word, written whole. `struct` writes zeros first and then byte by byte: a
+    reader that meets those zeros twice would take half a body for a whole one.
     """
-    return memoryview(page)[_SEQUENCE_OFFSET : _SEQUENCE_OFFSET + _SEQUENCE_BYTES].cast("Q")
+    return memoryview(page)[_SEQUENCE_OFFSET : _SEQUENCE_OFFSET + _SEQUENCE.size].cast("Q")
 
 
 class PageError(Exception):
@@ -217,46 +218,61 @@ class PageReader:
     """The sidecar's end."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file read-only; PageError says what is wrong with it."""
+        """Open the file; PageError says what is wrong with it."""
+        self.path = path
+        self._fd = -1
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)  # a pipe would wait
         except OSError as error:
             raise PageError(f"{path}: {error.strerror}") from error
+        self._fd = fd
         try:
-            size = os.fstat(fd).st_size
-            if size < PAGE_BYTES:
-                raise PageError(f"{path}: {size} bytes, expected {PAGE_BYTES}")
-            self._map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:
-            raise PageError(f"{path}: cannot be mapped: {error}") from error
-        finally:
-            os.close(fd)
-        self.path = path
-        self._sequence_word = _sequence_word(self._map)
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise PageError(f"{path}: not a regular file")
+            if found.st_size < PAGE_BYTES:
+                raise self._short(found.st_size)
+        except BaseException:
+            self.close()
+            raise
 
     def read(self) -> Snapshot:
         """One consistent snapshot; PageError when there is none within a few tries or the page is not ours."""
         for _ in range(_READ_TRIES):
-            magic, version, _ = _HEADER.unpack_from(self._map, 0)
+            page = self._copy()
+            magic, version, _ = _HEADER.unpack_from(page, 0)
             if magic != MAGIC:
                 raise PageError(f"{self.path}: not an engine page")
             if version != PAGE_VERSION:
                 raise PageError(f"{self.path}: page version {version}, this sidecar reads {PAGE_VERSION}")
-            before = self._sequence_word[0]
-            if before % 2:
+            (sequence,) = _SEQUENCE.unpack_from(page, _SEQUENCE_OFFSET)
+            # Twice the same bytes: in whatever order the kernel copies and a processor shows what was stored, half a
+            # body with the sequence of a whole one does not come twice.
+            if sequence % 2 or page != self._copy():
                 continue
-            body = _BODY.unpack_from(self._map, _BODY_OFFSET)
-            slots = [_STARTED.unpack_from(self._map, _STARTED_OFFSET + i * _STARTED.size) for i in range(STARTED_SLOTS)]
-            # Twice: processors that reorder stores may show a new sequence before the body that belongs to it.
-            same = body == _BODY.unpack_from(self._map, _BODY_OFFSET)
-            after = self._sequence_word[0]
-            if same and before == after:
-                taken = sorted((slot for slot in slots if slot[1]), key=lambda slot: slot[1])
-                return Snapshot(Counters(*body), tuple(taken))
+            slots = [_STARTED.unpack_from(page, _STARTED_OFFSET + i * _STARTED.size) for i in range(STARTED_SLOTS)]
+            taken = sorted((slot for slot in slots if slot[1]), key=lambda slot: slot[1])
+            return Snapshot(Counters(*_BODY.unpack_from(page, _BODY_OFFSET)), tuple(taken))
         # The writer may have been stopped between its two sequence writes; the reading is then torn for good.
         raise PageError(f"{self.path}: no consistent reading; the engine was stopped while writing it")
 
+    def _copy(self) -> bytes:
+        """The page as it is now. Copied by the kernel and not mapped: a mapped file that somebody cuts short kills
+        its reader with SIGBUS.
+        """
+        try:
+            page = os.pread(self._fd, PAGE_BYTES, 0)
+        except OSError as error:
+            raise PageError(f"{self.path}: cannot be read: {error.strerror}") from error
+        if len(page) < PAGE_BYTES:
+            raise self._short(len(page))
+        return page
+
+    def _short(self, size: int) -> PageError:
+        return PageError(f"{self.path}: {size} bytes, expected {PAGE_BYTES}")
+
     def close(self) -> None:
-        """Unmap."""
-        self._sequence_word.release()
-        self._map.close()
+        """Close the file; harmless when it is closed."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

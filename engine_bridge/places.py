@@ -22,6 +22,9 @@ from engine_bridge.page import PageError, PageReader
 
 logger = logging.getLogger("kvctl.bridge")
 
+_MAX_NOTE_BYTES = 64 * 1024
+_PIDS = 2**31
+
 _NAME = re.compile(r"engine-(\d+)-([0-9a-f]{8})")
 
 
@@ -134,12 +137,20 @@ def remove_stale(directory: Path, rank: int) -> None:
         if match is None or int(match[1]) != rank:
             continue
         if path.suffix == ".sock" and not _anyone_listens(path):
-            path.unlink(missing_ok=True)
-            path.with_suffix(".page").unlink(missing_ok=True)
+            _remove(path)
+            _remove(path.with_suffix(".page"))
         if path.suffix == ".failed" and not _alive(_pid_of_note(path)):
-            path.unlink(missing_ok=True)
+            _remove(path)
         if path.suffix == ".page" and not path.with_suffix(".sock").exists() and not _alive(_pid_of_page(path)):
-            path.unlink(missing_ok=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """What cannot be removed, such as a directory, is in nobody's way: our own files have names that are new."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("kvctl: %s is no engine's and cannot be removed: %s", path, error.strerror)
 
 
 def _anyone_listens(path: Path) -> bool:
@@ -154,14 +165,23 @@ def _anyone_listens(path: Path) -> bool:
 
 def _alive(pid: int) -> bool:
     """Whether a process with this pid exists. Pid 0 stands for one that could not be read: nobody's."""
-    return pid != os.getpid() and pid > 0 and Path(f"/proc/{pid}").exists()
+    return pid != os.getpid() and 0 < pid < _PIDS and Path(f"/proc/{pid}").exists()
 
 
 def _pid_of_note(path: Path) -> int:
     try:
-        return int(json.loads(path.read_text())["pid"])
-    except (OSError, ValueError, KeyError, TypeError):
+        pid = json.loads(_small_file(path))["pid"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0
+    return pid if isinstance(pid, int) else 0
+
+
+def _small_file(path: Path) -> bytes:
+    """The start of a regular file. A pipe under this name would have the engine wait for whoever writes into it."""
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        return file.read(_MAX_NOTE_BYTES)
 
 
 def _pid_of_page(path: Path) -> int:

@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,45 @@ def test_what_a_killed_engine_left_is_removed_by_the_next_of_its_rank(tmp_path: 
                 f"{engine.name}{suffix}" for engine in (other_rank, successor) for suffix in (".sock", ".page")
             }
             assert successor.incarnation != killed.incarnation
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def nested(path: Path) -> None:
+    path.write_text("[" * 70_000)
+
+
+def no_number(path: Path) -> None:
+    path.write_text('{"pid": 1e999}')
+
+
+def huge_number(path: Path) -> None:
+    path.write_text('{"pid": %s}' % ("9" * 4000))
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(b"KVCTLPG\x01")
+
+
+@pytest.mark.parametrize("make", [pipe, link_to_itself, folder, nested, no_number, huge_number, cut_short])
+@pytest.mark.parametrize("suffix", [".failed", ".page", ".sock"])
+def test_whatever_lies_under_an_engines_name_does_not_keep_the_next_one_from_its_bridge(
+    tmp_path: Path, make: Callable[[Path], None], suffix: str
+) -> None:
+    tmp_path.chmod(0o700)
+    make(tmp_path / f"engine-0-deadbeef{suffix}")
+    with running_engine(tmp_path) as engine, BridgeClient(engine.socket_path) as client:
+        assert client.reset().state == "done"
 
 
 def test_a_live_engine_of_the_same_rank_keeps_its_files(tmp_path: Path) -> None:

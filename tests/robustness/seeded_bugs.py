@@ -127,8 +127,8 @@ BUGS = (
     Bug(
         "a page half written is read as a whole one",
         PAGE,
-        "if before % 2:",
-        "if False:",
+        "if sequence % 2 or page != self._copy():",
+        "if page != self._copy():",
         "test_a_page_whose_writer_stopped_in_the_middle_gives_no_reading",
     ),
     Bug(

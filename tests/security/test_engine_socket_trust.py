@@ -12,6 +12,7 @@ import pytest
 
 from sidecar.backends.bridge import ownership
 from sidecar.backends.bridge.directory import EngineDirectory
+from sidecar.backends.engine import Liveness
 from tests.fake_engine.process import EngineProcess
 
 
@@ -79,6 +80,20 @@ def test_a_denied_connection_names_uids_mode_and_the_setting_that_mends_it(owned
     assert "uid 1000" in text
     assert "0600" in text
     assert "KVCTL_ENGINE_GROUP" in text
+
+
+@pytest.mark.parametrize("note", ["[" * 60_000, '{"pid": 1e999}', '{"pid": 99999999999999999999}', '{"pid": -5}'])
+async def test_a_note_of_nonsense_is_shown_and_does_not_stop_the_sidecar(tmp_path, note):
+    tmp_path.chmod(0o700)
+    (tmp_path / "engine-3-aabbccdd.failed").write_text(note)
+    engines = EngineDirectory(tmp_path)
+    await engines.start()
+    try:
+        (found,) = engines.engines()
+        assert found.trouble.reason == "BRIDGE_NOT_ATTACHED"
+        assert found.liveness() is Liveness.UNKNOWN
+    finally:
+        await engines.close()
 
 
 async def test_a_pipe_in_the_place_of_a_note_does_not_stop_the_sidecar(tmp_path):

@@ -144,6 +144,13 @@ def test_a_socket_that_this_user_may_not_use_is_wrong(tmp_path: Path, monkeypatc
     assert (found.level, "cannot be used by uid" in found.found) == ("wrong", True)
 
 
+def test_a_pipe_in_the_place_of_a_note_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    os.mkfifo(tmp_path / "engine-1-aabbccdd.failed")
+    [_, found] = checkup._engine_directory(tmp_path)
+    assert "cannot be read" in found.found
+
+
 def test_notes_of_failed_attachments_are_shown(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     (tmp_path / "engine-0-aabbccdd.sock").touch()

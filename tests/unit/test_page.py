@@ -70,8 +70,46 @@ def test_a_page_that_is_not_there_is_an_error_naming_it(tmp_path: Path) -> None:
 
 def test_a_pipe_in_the_place_of_a_page_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p")
-    with pytest.raises(PageError, match="0 bytes"):
+    with pytest.raises(PageError, match="not a regular file"):
         PageReader(tmp_path / "p")
+
+
+@pytest.mark.parametrize("size", [0, 100, PAGE_BYTES - 1])
+def test_a_page_that_is_cut_short_while_it_is_open_is_an_error_and_no_signal(tmp_path: Path, size: int) -> None:
+    PageWriter(tmp_path / "p", Counters())
+    reader = PageReader(tmp_path / "p")
+    assert reader.read().counters == Counters()
+    os.truncate(tmp_path / "p", size)
+    with pytest.raises(PageError, match=f"{size} bytes, expected {PAGE_BYTES}"):
+        reader.read()
+    reader.close()
+
+
+def test_a_link_in_the_place_of_a_page_is_not_followed(tmp_path: Path) -> None:
+    PageWriter(tmp_path / "elsewhere", Counters())
+    (tmp_path / "p").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PageError, match="symbolic links"):
+        PageReader(tmp_path / "p")
+
+
+def test_a_closed_reader_reads_no_file_that_took_its_place(tmp_path: Path) -> None:
+    PageWriter(tmp_path / "p", Counters())
+    reader = PageReader(tmp_path / "p")
+    reader.close()
+    reader.close()
+    other = PageReader(tmp_path / "p")
+    with pytest.raises(PageError, match="cannot be read"):
+        reader.read()
+    other.close()
+
+
+def test_a_reader_that_is_refused_leaves_no_file_open(tmp_path: Path) -> None:
+    (tmp_path / "p").write_bytes(b"short")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        with pytest.raises(PageError):
+            PageReader(tmp_path / "p")
+    assert len(os.listdir("/proc/self/fd")) < before + 20
 
 
 def test_a_page_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -90,6 +128,25 @@ def test_a_page_whose_writer_stopped_in_the_middle_gives_no_reading(tmp_path: Pa
         file.write(struct.pack("<Q", 7))
     with pytest.raises(PageError, match="no consistent reading"):
         PageReader(tmp_path / "p").read()
+
+
+@pytest.mark.parametrize("torn_copies", [1, 2, 5])
+def test_a_copy_taken_while_the_body_was_being_written_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn_copies: int
+) -> None:
+    """Also where it shows the sequence of a whole page."""
+    PageWriter(tmp_path / "p", Counters(steps=7))
+    copies = 0
+
+    def pread(fd: int, length: int, offset: int) -> bytes:
+        nonlocal copies
+        copies += 1
+        page = copy(fd, length, offset)
+        return page[:64] + bytes([copies]) * 64 + page[128:] if copies <= torn_copies else page
+
+    copy = os.pread
+    monkeypatch.setattr(os, "pread", pread)
+    assert PageReader(tmp_path / "p").read().counters == Counters(steps=7)
 
 
 def test_a_page_is_never_made_over_an_existing_file(tmp_path: Path) -> None:

@@ -236,9 +236,10 @@ def _why_unreadable(directory: Path, error: OSError) -> str:
 def _read_failed(path: Path, key: str, rank: int) -> FailedEngine:
     try:
         # O_NONBLOCK: whoever may write here must not stop the whole sidecar with a pipe.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
             note = json.loads(file.read(_MAX_FAILED_BYTES))
         reason, pid = str(note.get("reason", "no reason given")), int(note.get("pid", 0))
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        pid = pid if pid < 2**31 else 0
+    except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         reason, pid = f"its note {path} cannot be read: {error}", 0
     return FailedEngine(key, rank, reason, pid)
