@@ -117,15 +117,17 @@ class WeightUpdate:
         self._leases = [Lease(aim, self.update_id, channels, self._plan.lease_s) for aim in aims]
         policy = _POLICIES[self._plan.on_abandon]
         try:
-            await self._each(lambda lease: lease.pause(policy, min(self._plan.step_timeout_s, LONGEST_PAUSE_S)))
+            await self._each(lambda lease: lease.pause(policy, self._pause_timeout_s))
         except BaseException:
             await self._give_back()
             raise
         if not self.replicas or (self._plan.require_all and self.lost):
             await self._give_back()
             failures = dict(self.lost)
+            doubtful = any(lease.in_doubt for lease in self._leases)
+            others = "every engine that is known not to be paused" if doubtful else "every engine"
             raise FleetFailed(
-                f"the weight update did not begin, every engine goes on as before: "
+                f"the weight update did not begin, {others} goes on as before: "
                 f"{_sentence(failures, len(self._leases) + len(self._absent))}",
                 tuple(failures.values()),
             )
@@ -144,6 +146,8 @@ class WeightUpdate:
 
         async def finish(lease: Lease) -> None:
             # One replica's steps wait for each other and for nobody else's: a lost one keeps no other paused.
+            if lease.in_doubt:
+                await lease.take_back(self._pause_timeout_s)
             await lease.complete(min(timeout_s, self._plan.lease_s))
             await lease.reset(request, timeout_s)
             await lease.resume(self._plan.weight_version, timeout_s)
@@ -162,18 +166,39 @@ class WeightUpdate:
         _log.error("weight update %s was abandoned: %d replicas reset and %s", self.update_id, len(self.replicas), then)
         try:
             # One that cannot be told finds out by itself when its lease runs out.
-            await self._each(lambda lease: lease.abandon(min(self._plan.step_timeout_s, self._plan.lease_s)))
+            await self._each(self._end_or_take_back)
         finally:
             await self._each(lambda lease: lease.close())
 
+    async def _end_or_take_back(self, lease: Lease) -> None:
+        if lease.in_doubt:
+            await lease.take_back(self._pause_timeout_s)
+        await lease.abandon(min(self._plan.step_timeout_s, self._plan.lease_s))
+
     async def _give_back(self) -> None:
-        """Nothing was transferred: resume whoever was paused."""
-        await self._each(lambda lease: lease.resume("", self._plan.step_timeout_s))
-        await self._each(lambda lease: lease.close())
+        """Nothing was transferred: resume whoever was paused, and whoever may be."""
+
+        async def resume(lease: Lease) -> None:
+            await lease.take_back(self._plan.step_timeout_s if lease.paused else self._pause_timeout_s)
+
+        try:
+            await self._each(resume)
+        finally:
+            await self._each(lambda lease: lease.close())
 
     async def _each(self, step: Callable[[Lease], Awaitable[None]]) -> None:
-        """A step at every replica that still takes part, at once: a slow one delays no other."""
-        await asyncio.gather(*(step(lease) for lease in self._leases))
+        """A step at every replica that still takes part, at once: a slow one delays no other. What one raises comes
+        once all have ended, so that none goes on behind the caller's back.
+        """
+        ended = await asyncio.gather(*(step(lease) for lease in self._leases), return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                raise error
+
+    @property
+    def _pause_timeout_s(self) -> float:
+        """For a pause, and for taking back one of which is not known whether it holds."""
+        return min(self._plan.step_timeout_s, LONGEST_PAUSE_S)
 
     def _reset_request(self) -> replica_pb2.ResetPrefixCacheRequest:
         keep = self._plan.running_requests == "keep"

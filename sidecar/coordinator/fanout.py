@@ -63,6 +63,7 @@ class GrpcReplicas:
         self._identities = dict(identities or {})
         self._owners: dict[str, Aim] = {}
         self._under_way: dict[str, tuple[Aim, str]] = {}
+        """Name -> who is being called and under which request id, for what can be withdrawn."""
         self._called: dict[str, str] = {}
         self._own_names: dict[str, str] = {}
         """Name that discovery gives -> what the replica there calls itself, where the two differ."""
@@ -110,13 +111,15 @@ class GrpcReplicas:
         if isinstance(who, Answer):
             return who
         left_s = max(timeout_s - (time.monotonic() - started), 0.001)
-        self._under_way[aim.name] = (aim, request_id)
+        if spec.WhichOneof("operation") != "pause":
+            # A pause has begun at once, and to withdraw one that holds is to abandon it: reset, and left paused.
+            self._under_way[aim.name] = (aim, request_id)
         self._called[aim.name] = request_id
         try:
             async with self._channels.lease(_target(aim)) as channel:
                 return await calls.call_target(channel, spec, request_id, who, left_s, self._channels.metadata())
         finally:
-            del self._under_way[aim.name]
+            self._under_way.pop(aim.name, None)
 
     async def ask(self, aim: Aim, request_id: str, timeout_s: float) -> Asked:
         """What became of a request id."""

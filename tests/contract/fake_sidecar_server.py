@@ -83,6 +83,14 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         if self.order is not None:
             self.order.append(f"{self.name}:{kind}")
 
+    async def _maybe_lost(self, context) -> None:
+        if self.forget_answers:
+            self.forget_answers = False
+            await asyncio.sleep(3600)
+        if self.lose_answers:
+            self.lose_answers = False
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
     # --- CacheAdmin --------------------------------------------------------------------------------------------
 
     async def GetReplica(self, request, context):  # noqa: N802
@@ -134,12 +142,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
             engine.pause.longest_us = 400
         if not request.validate_only:
             self._did("reset", request.request_id, answer)
-        if self.forget_answers:
-            self.forget_answers = False
-            await asyncio.sleep(3600)
-        if self.lose_answers:
-            self.lose_answers = False
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        await self._maybe_lost(context)
         return answer
 
     async def ReorderFreeQueue(self, request, context):  # noqa: N802
@@ -172,6 +175,7 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
             engine.lease_remaining.CopyFrom(request.lease)
         self.leases[request.request_id] = request.lease.seconds
         self._did("pause", request.request_id, answer)
+        await self._maybe_lost(context)
         return answer
 
     async def RenewPause(self, request, context):  # noqa: N802
@@ -193,6 +197,9 @@ class FakeSidecar(replica_pb2_grpc.CacheAdminServicer):
         known = await self._guard("resume", request, context)
         if known is not None:
             return known
+        if request.pause_request_id and request.pause_request_id not in self.leases:
+            text = f"this engine is not paused by {request.pause_request_id}"
+            await errors.abort(context, failure(grpc.StatusCode.FAILED_PRECONDITION, "WRONG_SCHEDULING_STATE", text))
         answer = replica_pb2.ResumeSchedulingResponse(request_id=request.request_id)
         for rank in range(self.engines):
             answer.engines.add(

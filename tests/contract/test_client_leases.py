@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import grpc
 import pytest
 
 from sidecar import client
-from sidecar.client import aio
+from sidecar.client import aio, leases, weights
+from sidecar.client.errors import OutcomeUnknown
+from sidecar.rpc.errors import failure
 from sidecar.rpc.late_calls import NOT_AFTER_KEY
 from tests.contract.fake_sidecar_server import FakeSidecar, serving
 from tests.contract.sidecar_process import SidecarProcess, wait_until
@@ -113,3 +116,129 @@ async def test_a_replica_that_stops_answering_is_lost_with_the_time_it_was_given
         with pytest.raises(client.FleetFailed, match=f"no answer from {addresses[0]} within 1 s"):
             async with fleet.weight_update(lease_s=1.0):
                 pass
+
+
+# --- a pause whose answer was lost ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long enough for a loaded machine to take one back."""
+    monkeypatch.setattr(weights, "LONGEST_PAUSE_S", 3.0)
+
+
+def resumed(fake: FakeSidecar) -> asyncio.Event:
+    """Set once the fake has resumed."""
+    event, done = asyncio.Event(), fake._did
+
+    def did(kind: str, request_id: str, answer: object) -> None:
+        done(kind, request_id, answer)
+        if kind == "resume":
+            event.set()
+
+    fake._did = did  # type: ignore[method-assign]
+    return event
+
+
+async def test_a_pause_whose_answer_was_lost_is_taken_back_while_the_update_goes_on_elsewhere(
+    short_pauses: None,
+) -> None:
+    good, lost = FakeSidecar("good"), FakeSidecar("lost")
+    lost.forget_answers = True
+    goes_on = resumed(lost)
+    async with serving(good, lost) as addresses, aio.Fleet(addresses) as fleet:
+        async with fleet.weight_update(lease_s=600.0) as update:
+            assert update.replicas == ("good",)
+            await asyncio.wait_for(goes_on.wait(), 60)
+        error = update.lost["lost"]
+    assert "could not be paused, and goes on as before" in str(error)
+    assert not isinstance(error, OutcomeUnknown)
+    assert [type(each).__name__ for each in lost.requests] == ["PauseSchedulingRequest", "ResumeSchedulingRequest"]
+
+
+@pytest.mark.parametrize("how", ["nobody_is_left", "require_all", "body_raises"])
+async def test_a_pause_whose_answer_was_lost_is_taken_back_however_the_update_ends(
+    how: str, short_pauses: None
+) -> None:
+    good, lost = FakeSidecar("good"), FakeSidecar("lost")
+    lost.forget_answers = True
+    goes_on = resumed(lost)
+    fakes = [lost] if how == "nobody_is_left" else [good, lost]
+    async with serving(*fakes) as addresses, aio.Fleet(addresses) as fleet:
+        update = fleet.weight_update(lease_s=600.0, require_all=how == "require_all")
+        with pytest.raises(HalfWrittenError if how == "body_raises" else client.FleetFailed):
+            async with update:
+                raise HalfWrittenError
+    assert goes_on.is_set()
+    assert not lost.leases
+    assert lost.cancelled == []  # that would leave it paused, as an abandoned update
+
+
+async def test_a_pause_that_takes_hold_when_its_caller_has_gone_is_taken_back() -> None:
+    fake = FakeSidecar("r0")
+    sent = asyncio.Event()
+    resumes: list[str] = []
+
+    async def run_on(kind: str) -> None:
+        if kind == "pause":
+            sent.set()
+            await asyncio.sleep(3600)
+        resumes.append(kind)
+        # As a sidecar does: the pause runs on without the caller of its RPC, and anything else is told to wait for it.
+        fake.fail_with = [failure(grpc.StatusCode.ABORTED, "OPERATION_IN_PROGRESS", "a pause is under way here")]
+        if len(resumes) == 2:
+            fake.fail_with = []
+            fake.leases[fake.requests[0].request_id] = 600.0
+
+    fake.before = run_on
+    async with serving(fake) as addresses, aio.Fleet(addresses) as fleet:
+        entering = asyncio.create_task(fleet.weight_update(lease_s=600.0).__aenter__())
+        await asyncio.wait_for(sent.wait(), 60)
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+    assert resumes == ["resume", "resume"]
+    assert not fake.leases
+
+
+async def test_a_pause_that_the_network_still_holds_is_looked_for_until_it_can_begin_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = FakeSidecar("r0")
+    now, resumes = 0.0, 0
+    monkeypatch.setattr(leases, "_now", lambda: now)
+
+    async def arrive_late(kind: str) -> None:
+        nonlocal now, resumes
+        fake.lose_calls = kind == "pause"
+        now = weights.LONGEST_PAUSE_S - 0.1
+        resumes += kind == "resume"
+        if resumes == 3:
+            fake.leases[fake.requests[0].request_id] = 600.0
+
+    fake.before = arrive_late
+    async with serving(fake) as addresses, aio.Fleet(addresses) as fleet:
+        with pytest.raises(client.FleetFailed, match="every engine goes on as before"):
+            async with fleet.weight_update(lease_s=600.0):
+                pytest.fail("the body ran without a paused engine")
+    assert resumes == 3
+    assert not fake.leases
+
+
+async def test_a_replica_that_may_be_paused_and_does_not_answer_is_told_with_how_to_end_it(short_pauses: None) -> None:
+    fake = FakeSidecar("r0")
+    fake.forget_answers = True
+
+    async def silent(kind: str) -> None:
+        if kind == "resume":
+            await asyncio.sleep(3600)
+
+    fake.before = silent
+    async with serving(fake) as addresses, aio.Fleet(addresses) as fleet:
+        with pytest.raises(client.FleetFailed, match="every engine that is known not to be paused goes on") as caught:
+            async with fleet.weight_update(lease_s=600.0):
+                pytest.fail("the body ran without a paused engine")
+    [error] = caught.value.failures
+    assert isinstance(error, OutcomeUnknown)
+    assert "stands still until its lease of 600 s ends, and then stays paused" in str(error)
+    assert f"kvctl scheduling resume --pause {fake.requests[0].request_id}" in str(error)

@@ -433,6 +433,32 @@ async def test_cancelling_starts_nothing_more_and_withdraws_what_is_under_way() 
     assert operation.state == fleet_pb2.OPERATION_STATE_CANCELLED
 
 
+async def test_cancelling_a_pause_withdraws_no_pause_that_may_hold_which_would_leave_it_abandoned() -> None:
+    fake = FakeSidecar("r0")
+    holds = asyncio.Event()
+    fake.forget_answers = True
+    did = fake._did
+
+    def note(kind: str, request_id: str, answer: object) -> None:
+        did(kind, request_id, answer)
+        holds.set()
+
+    fake._did = note  # type: ignore[method-assign]
+    spec = fleet_pb2.OperationSpec(pause=replica_pb2.PauseSchedulingRequest(), targets=fleet_pb2.Targets(all=True))
+    spec.timeout.seconds = 2
+    async with serving(fake) as [address]:
+        channels = Channels(limit=16)
+        run_ = Run(spec, StaticDiscovery([Target(address, name="r0")]), channels)
+        task = asyncio.create_task(run_.run())
+        await asyncio.wait_for(holds.wait(), 60)
+        await run_.cancel()
+        operation = await task
+        await channels.close()
+    assert fake.cancelled == []
+    assert len(fake.leases) == 1
+    assert by_name(operation)["r0"].outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED  # asked for after its answer was lost
+
+
 async def test_every_option_of_a_reset_reaches_the_replica() -> None:
     fake = FakeSidecar("r0")
     wanted = replica_pb2.ResetPrefixCacheRequest(

@@ -26,6 +26,15 @@ def test_an_unknown_outcome_at_a_coordinator_is_looked_up_and_not_repeated_under
     assert "    -> the coordinator goes on asking for an hour: `kvctl ops get an-id`" in summary(operation)
 
 
+def test_a_pause_whose_outcome_is_unknown_is_told_how_it_is_ended() -> None:
+    operation = fleet_pb2.FleetOperation(operation_id="an-id", counts=fleet_pb2.OutcomeCounts(total=1, unknown=1))
+    operation.spec.pause.SetInParent()
+    hint = "  -> `kvctl scheduling resume --pause` with this id ends it"
+    assert f"{hint}, also where it is not known whether it holds" in summary(operation)
+    operation.counts.unknown, operation.counts.succeeded = 0, 1
+    assert hint in summary(operation)
+
+
 def test_a_refused_dry_run_says_that_it_would_be_refused_and_speaks_of_no_other_engine() -> None:
     engine = types_pb2.EngineReset(status=types_pb2.EngineStatus(code=9, reason="BLOCKS_HELD_BY_REQUESTS"))
     row = fleet_pb2.TargetResult(

@@ -166,8 +166,10 @@ def summary(operation: fleet_pb2.FleetOperation) -> list[str]:
         lines.append("the list of replicas may be incomplete; those not found were not called")
     state = state_name(operation.state) if operation.state else ""
     lines.append(f"operation {operation.operation_id}" + (f" ({state})" if state else ""))
-    if operation.counts.succeeded and operation.spec.HasField("pause") and not operation.spec.validate_only:
-        lines.append("  -> `kvctl scheduling resume --pause` with this id ends it")
+    paused, unknown = operation.counts.succeeded, operation.counts.unknown
+    if (paused or unknown) and operation.spec.HasField("pause") and not operation.spec.validate_only:
+        also = ", also where it is not known whether it holds" if unknown else ""
+        lines.append(f"  -> `kvctl scheduling resume --pause` with this id ends it{also}")
     if operation.state == fleet_pb2.OPERATION_STATE_PAUSED:
         lines.append("  -> `kvctl ops resume` with this id lets it go on")
     return lines
