@@ -81,6 +81,9 @@ class Attempt:
                 if self._now() + _SHORTEST_S < self._call_deadline:
                     continue
                 answer = _never_executed(last) if self._surely_not else _forgotten(last)
+            elif answer.result.outcome == fleet_pb2.TARGET_OUTCOME_SKIPPED and not self._surely_not:
+                # Not called now, because it is gone; whether an earlier call was executed is not known for all that.
+                answer = _forgotten(last)
             last = answer
             advice = self._retries.after(answer.result, self._now(), answer.retry_after_s)
             if advice.next is not Next.DONE and await self._given_up_within(advice.after_s):

@@ -34,6 +34,8 @@ _TELL_HEALTH_EVERY_S: Final = 5.0
 """What is told of a target's health while a wave waits for it is at most so old."""
 
 _NOT_STARTED: Final = frozenset({fleet_pb2.TARGET_OUTCOME_SKIPPED, fleet_pb2.TARGET_OUTCOME_CANCELLED})
+_NO_TARGET: Final = frozenset({outcomes.DUPLICATE_TARGET, outcomes.TARGET_NOT_READY})
+"""Reasons of targets that turn out not to be called at their turn: known by another name, or gone since."""
 
 _log = logging.getLogger(__name__)
 
@@ -249,10 +251,15 @@ class Execution:
         self._calling.discard(aim.name)
         self._moved.set()
         self._moved = asyncio.Event()
-        succeeded = result.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED or result.reason == outcomes.DUPLICATE_TARGET
-        if self._rollout is not None:
-            why = result.message or result.reason or result.code
-            self._rollout.finish(aim.name, succeeded=succeeded, now=_now(), why=why)
+        if self._rollout is None:
+            return
+        if _left_out(result):
+            self._rollout.leave_out(aim.name)
+            return
+        succeeded = result.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED
+        self._rollout.finish(
+            aim.name, succeeded=succeeded, now=_now(), why=result.message or result.reason or result.code
+        )
 
     def _unrecorded(self, aim: Aim, wave: int, error: JournalError) -> fleet_pb2.TargetResult:
         """An intent could not be put on record: this target is not called, nor is any other after it."""
@@ -318,8 +325,12 @@ class Execution:
 
     def _apart(self) -> set[str]:
         """Targets that have a recorded end and were never started: they count neither way in the rollout."""
-        ends = ((name, was.result) for name, was in self._recorded.items() if not was.request_id)
-        return {name for name, end in ends if end is not None and end.outcome in _NOT_STARTED}
+        ends = ((name, was.request_id, was.result) for name, was in self._recorded.items())
+        return {
+            name
+            for name, request_id, end in ends
+            if end is not None and ((end.outcome in _NOT_STARTED and not request_id) or _left_out(end))
+        }
 
     def _progress(self) -> dict[str, Progress]:
         progress = {}
@@ -329,6 +340,11 @@ class Execution:
                 succeeded = was.result and was.result.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED
                 progress[name] = Progress(was.wave, None if was.result is None else bool(succeeded), was.unhealthy)
         return progress
+
+
+def _left_out(result: fleet_pb2.TargetResult) -> bool:
+    """Whether it was not called because it is no target of its own (any more): neither a success nor a failure."""
+    return result.outcome == fleet_pb2.TARGET_OUTCOME_SKIPPED and result.reason in _NO_TARGET
 
 
 def _row(aim: Aim, wave: int, outcome: fleet_pb2.TargetOutcome.ValueType) -> fleet_pb2.TargetResult:

@@ -1,8 +1,8 @@
 """In which order targets are taken, and when to stop: decisions only, no I/O and no clock of its own.
 
-The caller tells what happened (`finish`, `observe`, `hold`, `release`, `cancel`) with the time in seconds of any
-monotonic clock, and asks `decide` what to do now: which targets to start, whose health to look at, which targets will
-never be started and why, and when to ask again if nothing happens before.
+The caller tells what happened (`finish`, `leave_out`, `observe`, `hold`, `release`, `cancel`) with the time in seconds
+of any monotonic clock, and asks `decide` what to do now: which targets to start, whose health to look at, which targets
+will never be started and why, and when to ask again if nothing happens before.
 
 A rolling operation goes wave by wave. A target is disrupted from its start until it has been found healthy for
 `min_healthy_s`; a failed one has spent the failure allowance instead. A wave holds at most as many targets as
@@ -161,6 +161,7 @@ class _Watch:
 @dataclass(slots=True)
 class _Wave:
     number: int = -1
+    canary: bool = False
     queue: deque[str] = field(default_factory=deque)
     watched: dict[str, _Watch] = field(default_factory=dict)
 
@@ -206,6 +207,16 @@ class Rollout:
             self._watch(target, now)
             return
         self._count_failure(target, why)
+
+    def leave_out(self, target: str) -> None:
+        """A started target was not called after all, for it is no replica any more: it counts neither way, and another
+        one takes its turn as a canary.
+        """
+        if target not in self._running:
+            raise ValueError(f"target {target!r} is not under way")
+        self._running.discard(target)
+        if self._wave.canary:
+            self._canary_left += 1
 
     def observe(self, target: str, *, healthy: bool, now: float, why: str = "") -> None:
         """What a look at a target's health has found."""
@@ -340,6 +351,7 @@ class Rollout:
             found = "; ".join(f"{name} {why}" for name, why in sorted(self.unhealthy.items())[:3])
             self.stop(f"the rollout stopped: max_unavailable is {self.policy.max_unavailable}, and {found}")
             return
+        self._wave.canary = self._canary_left > 0
         size = min(room, self._canary_left) if self._canary_left else room
         self._canary_left = max(0, self._canary_left - size)
         self._wave.number += 1

@@ -2,8 +2,9 @@
 
 A pod that goes gives its address back, and the next pod may get it while an operation still has the address in its
 plan: in a later wave, or when it goes on after the operator was away. The plan has the uid of each pod, so before each
-call the pod is looked up among those that discovery has now, which costs nothing while its watch is current. A sidecar
-that tells the uid of its pod (the manifests have it do so) is told apart also when the watch is a moment behind.
+call the pod is looked up among those that discovery has now, which costs nothing while its watch is current; one that
+is on its way out is not called any more than one that is gone. A sidecar that tells the uid of its pod (the manifests
+have it do so) is told apart also when the watch is a moment behind.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvctl.v1 import fleet_pb2, types_pb2
 from sidecar.coordinator import outcomes, resolution
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.discovery import Discovery, DiscoveryError
+from sidecar.coordinator.discovery.kube_rows import TERMINATING
 from sidecar.coordinator.fanout import GrpcReplicas
 from sidecar.coordinator.outcomes import Failure
 from sidecar.coordinator.port import Aim, Answer, Asked, Health
@@ -31,6 +33,8 @@ class Pods:
     uids: frozenset[str]
     owners: Mapping[str, Target]
     """Address -> the ready pod that has it now."""
+    terminating: frozenset[str] = frozenset()
+    """Uids of pods that are being deleted."""
 
     @classmethod
     def of(cls, targets: Iterable[Target]) -> Pods:
@@ -39,6 +43,7 @@ class Pods:
         return cls(
             frozenset(target.identity for target in found),
             {target.address: target for target in found if not target.not_ready},
+            frozenset(target.identity for target in found if target.not_ready == TERMINATING),
         )
 
     def replaced(self, aim: Aim) -> str:
@@ -52,6 +57,10 @@ class Pods:
         if owner is not None and owner.identity not in ("", aim.identity):
             return f"{who} has left its address {aim.address}, which the pod {owner.name} has now"
         return ""
+
+    def leaving(self, aim: Aim) -> str:
+        """Why a call that has not begun is not begun any more; empty when nothing speaks against it."""
+        return self.replaced(aim) or (TERMINATING if aim.identity and aim.identity in self.terminating else "")
 
 
 class PodReplicas(GrpcReplicas):
@@ -67,7 +76,7 @@ class PodReplicas(GrpcReplicas):
         """As GrpcReplicas; a pod that is gone, or has become another one, is not called."""
         started = time.monotonic()
         try:
-            why = await self._replaced(aim, timeout_s)
+            why = (await self._look(aim, timeout_s)).leaving(aim)
         except DiscoveryError as error:
             text = f"not called, because it cannot be told whether its pod is still there: {error}"
             return Answer(outcomes.of_failure(Failure("UNAVAILABLE", outcomes.REPLICA_UNREACHABLE, text), sent=False))
@@ -99,14 +108,14 @@ class PodReplicas(GrpcReplicas):
     async def _doubt(self, aim: Aim, timeout_s: float) -> str:
         """Why it may not be the pod that is meant that would answer; empty when it is."""
         try:
-            return await self._replaced(aim, timeout_s)
+            return (await self._look(aim, timeout_s)).replaced(aim)
         except DiscoveryError as error:
             return f"it cannot be told whether its pod is still there: {error}"
 
-    async def _replaced(self, aim: Aim, timeout_s: float) -> str:
-        """See `Pods.replaced`. DiscoveryError when nothing can be said."""
+    async def _look(self, aim: Aim, timeout_s: float) -> Pods:
+        """The pods there are now, as far as this target needs them. DiscoveryError when nothing can be said."""
         if not aim.identity:
-            return ""
+            return self._pods
         try:
             async with asyncio.timeout(timeout_s):
                 found = (await self._discovery.targets()).targets
@@ -114,7 +123,7 @@ class PodReplicas(GrpcReplicas):
             raise DiscoveryError(f"{self._discovery.describe()}: no answer within {timeout_s:.1f} s") from error
         if found is not self._seen:
             self._seen, self._pods = found, Pods.of(found)
-        return self._pods.replaced(aim)
+        return self._pods
 
 
 def _left_s(started: float, timeout_s: float) -> float:

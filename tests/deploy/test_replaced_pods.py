@@ -56,6 +56,33 @@ async def test_an_address_that_is_another_pod_s_by_its_turn_is_not_called(cluste
     assert cluster.effects() == [1, 1, 1, 0]
 
 
+@pytest.mark.parametrize("how", ["deleted", "replaced", "terminating"])
+async def test_a_pod_that_goes_before_its_turn_is_skipped_and_the_rollout_goes_on(cluster: Cluster, how: str) -> None:
+    reached, go = gate(cluster, 1)
+    async with cluster.operator() as operator:
+        await cluster.apply("wipe", {**KEEP, "rollout": {"strategy": "Rolling", "maxUnavailable": 1}})
+        await asyncio.wait_for(reached.wait(), 40)
+        if how == "deleted":
+            await cluster.api.remove("pods", "p2")
+        elif how == "replaced":
+            await replace(cluster, 2, "successor")
+        else:
+            leaving = pod("p2", cluster.addresses[2], deletionTimestamp="2026-01-01T00:00:00Z")
+            leaving["metadata"]["uid"] = cluster.api.get("pods", "p2")["metadata"]["uid"]
+            await cluster.api.put("pods", leaving)
+        async with asyncio.timeout(40):
+            while "p2" in {t.name for t in (await operator._discovery.targets()).targets if not t.not_ready}:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        go.set()
+        status = await cluster.finished("wipe")
+    assert status["phase"] == "Partial"
+    assert row(status, "p2")["outcome"] == "Skipped"
+    assert ("terminating" if how == "terminating" else "is gone") in row(status, "p2")["message"]
+    assert cluster.effects() == [1, 1, 0, 1]
+    counts = status["counts"]
+    assert (counts["succeeded"], counts["skipped"], counts["failed"]) == (3, 1, 0)
+
+
 async def test_a_pod_made_anew_under_the_same_name_and_address_is_another_one(cluster: Cluster) -> None:
     reached, go = gate(cluster, 1)
     async with cluster.operator() as operator:

@@ -147,6 +147,36 @@ def test_the_canary_goes_alone_before_wider_waves() -> None:
     assert rollout.decide(0.0).start == ("r1", "r2", "r3")
 
 
+def test_a_target_that_is_gone_by_its_turn_counts_neither_way() -> None:
+    rollout = Rollout(rolling(max_unavailable=1, max_failures=1), names(3), 0.0)
+    assert rollout.decide(0.0).start == ("r0",)
+    rollout.leave_out("r0")
+    assert rollout.disrupted == set()
+    assert rollout.decide(0.0).start == ("r1",)
+    rollout.finish("r1", succeeded=False, now=0.0)
+    assert [drop.target for drop in rollout.decide(0.0).drop] == ["r2"]
+
+
+def test_a_canary_that_is_gone_is_followed_by_another_canary_and_not_by_a_wide_wave() -> None:
+    rollout = Rollout(rolling(max_unavailable=3, canary=1), names(6), 0.0)
+    assert rollout.decide(0.0).start == ("r0",)
+    rollout.leave_out("r0")
+    assert rollout.decide(0.0).start == ("r1",)
+    rollout.finish("r1", succeeded=True, now=0.0)
+    assert rollout.decide(0.0).look == ("r1",)
+    rollout.observe("r1", healthy=True, now=0.0)
+    assert rollout.decide(0.0).start == ("r2", "r3", "r4")
+    rollout.leave_out("r2")
+    rollout.leave_out("r3")
+    rollout.leave_out("r4")
+    assert rollout.decide(0.0).start == ("r5",)
+
+
+def test_only_a_target_that_is_under_way_can_be_left_out() -> None:
+    with pytest.raises(ValueError, match="not under way"):
+        Rollout(rolling(), names(1), 0.0).leave_out("r0")
+
+
 def test_a_canary_wider_than_max_unavailable_takes_several_waves() -> None:
     rollout = Rollout(rolling(max_unavailable=2, canary=3), names(6), 0.0)
     sizes = []
@@ -276,6 +306,7 @@ def test_after_a_crash_an_unhealthy_target_still_takes_a_place() -> None:
     concurrency=st.integers(1, 6),
     failing=st.floats(0, 0.6),
     ill=st.floats(0, 0.6),
+    gone=st.floats(0, 0.6),
     cancel_at=st.none() | st.floats(0, 120),
     hold_at=st.none() | st.floats(0, 60),
     crash_at=st.none() | st.floats(0, 120),
@@ -291,6 +322,7 @@ def test_every_rollout_keeps_its_promises(
     concurrency: int,
     failing: float,
     ill: float,
+    gone: float,
     cancel_at: float | None,
     hold_at: float | None,
     crash_at: float | None,
@@ -377,6 +409,11 @@ def test_every_rollout_keeps_its_promises(
             rollout.observe(name, healthy=dice.random() >= ill, now=now, why="stalled")
         for name in [name for name, at in under_way.items() if at <= now]:
             del under_way[name]
+            if dice.random() < gone:
+                del waves[name]
+                ended[name] = "gone"
+                rollout.leave_out(name)
+                continue
             succeeded = dice.random() >= failing
             failures += not succeeded
             ended[name] = succeeded
@@ -385,4 +422,4 @@ def test_every_rollout_keeps_its_promises(
         pytest.fail("the rollout did not end")
     assert set(ended) == set(targets), "every target has one end"
     if not cancelled and failures == 0 and not rollout.unhealthy:
-        assert all(end is True for end in ended.values()), "nothing was dropped without a reason"
+        assert all(end in (True, "gone") for end in ended.values()), "nothing was dropped without a reason"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvctl.v1 import fleet_pb2, types_pb2
 
 from sidecar.coordinator.execution import Execution
-from sidecar.coordinator.port import Aim, Answer, Health
+from sidecar.coordinator.port import Aim, Answer, Asked, Health
 from sidecar.coordinator.targets import derive_request_id, next_request_id
 from tests import fake_time
 from tests.fake_fleet import (
@@ -313,6 +313,39 @@ def test_after_a_crash_in_a_cancel_the_rest_is_cancelled_too_not_stopped_by_a_fa
     results = fake_time.run(work())
     assert [results[f"r{i}"].outcome for i in range(3)] == [SUCCEEDED, CANCELLED, CANCELLED]
     assert results["r2"].message == "stop it"
+
+
+@pytest.mark.parametrize("before_the_intent", [True, False], ids=["when it is looked up", "when it is called"])
+def test_a_target_that_is_gone_by_its_turn_is_skipped_and_does_not_stop_the_rollout(before_the_intent: bool) -> None:
+    class Leaving(FakeFleet):
+        async def identify(self, aim: Aim, timeout_s: float) -> str | Answer:
+            gone = aim.name == "r1" and before_the_intent
+            return answer(SKIPPED, "CANCELLED", "TARGET_NOT_READY") if gone else aim.name
+
+    fleet, disk = Leaving(), FakeDisk()
+    if not before_the_intent:
+        fleet.script["r1"] = [answer(SKIPPED, "CANCELLED", "TARGET_NOT_READY")]
+    spec = reset(strategy=ROLLING)
+    results, _, _ = run(fleet, 4, spec, journal=disk)
+    assert [results[f"r{number}"].outcome for number in range(4)] == [SUCCEEDED, SKIPPED, SUCCEEDED, SUCCEEDED]
+
+    # Whoever goes on after a crash counts it as little.
+    for name in ("r2", "r3"):
+        del disk.results[name], disk.intents[name]
+    results, _, _ = run(fleet, 4, spec, journal=disk, recorded=disk.recorded())
+    assert [results[f"r{number}"].outcome for number in range(4)] == [SUCCEEDED, SKIPPED, SUCCEEDED, SUCCEEDED]
+
+
+def test_a_target_that_is_gone_stays_unknown_when_an_earlier_call_may_have_been_executed() -> None:
+    class Restarted(FakeFleet):
+        async def ask(self, aim: Aim, request_id: str, timeout_s: float) -> Asked:
+            return Asked(False, records_s=0.0)
+
+    fleet, disk = Restarted(), FakeDisk()
+    fleet.script["r0"] = [answer(SKIPPED, "CANCELLED", "TARGET_NOT_READY")] * 9
+    disk.intents["r0"] = derive_request_id(OPERATION, "r0"), 0
+    results, _, _ = run(fleet, 1, journal=disk, recorded=disk.recorded())
+    assert results["r0"].outcome == UNKNOWN
 
 
 def test_after_a_crash_a_target_that_could_not_be_reached_still_counts_as_a_failure() -> None:

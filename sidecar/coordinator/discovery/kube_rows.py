@@ -21,7 +21,7 @@ PORT_NAME: Final = "kvctl"
 DEFAULT_PORT: Final = 7700
 
 _NOT_READY: Final = "the pod is not ready"
-_TERMINATING: Final = "the pod is terminating"
+TERMINATING: Final = "the pod is terminating"
 
 
 class Meta(msgspec.Struct, rename="camel"):
@@ -226,7 +226,7 @@ def _target(row: _Row, server_name: str, labels: dict[str, str]) -> Target:
     address = _joined(*row.addresses[0]) if row.addresses else ""
     why = ""
     if row.terminating:
-        why = _TERMINATING
+        why = TERMINATING
     elif not row.addresses:
         why = "the pod has no address yet"
     elif not row.ready:
