@@ -307,6 +307,33 @@ def test_after_two_hundred_rows_the_two_that_refused_are_the_last() -> None:
         assert lines[-1] == f"operation {OPERATION_ID} (partial)"
 
 
+@pytest.mark.parametrize("name", ["r{}", "vllm-llama-70b-{}", "vllm-prefill-6d8f7b9c5d-p9{}"])
+def test_at_eighty_columns_a_replica_that_succeeded_has_one_line_with_the_blocks_and_requests_it_was_about(
+    name: str,
+) -> None:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID)
+    for number in range(200):
+        done = row(name.format(f"{number:03}"), fleet_pb2.TARGET_OUTCOME_SUCCEEDED, "OK")
+        done.reset.engines.append(reset_engine(0, 1812))
+        made.results.append(done)
+    held = "12 blocks are held by 3 running and 0 waiting requests"
+    made.results.append(row("x", fleet_pb2.TARGET_OUTCOME_FAILED, "FAILED_PRECONDITION", "BLOCKS_HELD", held))
+    made.counts.CopyFrom(outcomes.count(made.results))
+    lines = printed(lambda c: operation.print_table(c, made), 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    for line, done in zip(lines[1:], made.results[:200], strict=False):
+        shown = line.split()
+        assert shown[:3] == [done.replica, "succeeded", "1812"]
+        assert "blocks dropped, 3 requests kept" in line
+    assert lines[201].split()[:2] == ["x", "failed"]
+
+
+def test_a_roomy_terminal_has_every_word_and_the_code_of_each_replica() -> None:
+    lines = printed(lambda c: operation.print_table(c, a_reset()), operation.ROOMY).splitlines()
+    assert lines[0].split() == ["REPLICA", "OUTCOME", "CODE", "WHAT", "HAPPENED"]
+    assert "OK                   812 cached blocks dropped, 3 requests kept, engine paused 0.40 ms" in lines[1]
+
+
 def test_a_text_that_many_replicas_share_is_printed_once_with_how_many_say_it() -> None:
     made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID)
     text = "ブロックが解放されていません。" * 10
@@ -384,7 +411,7 @@ def test_long_names_that_begin_alike_are_told_apart_in_top() -> None:
 def test_on_a_narrow_terminal_tables_leave_columns_out_before_they_break_what_is_said() -> None:
     lines = printed(lambda c: operation.print_table(c, a_reset()), 40).splitlines()
     assert lines[0].split() == ["REPLICA", "OUTCOME", "WHAT", "HAPPENED"]
-    assert lines[1].startswith("r0       succeeded    812 cached")
+    assert lines[1].startswith("r0       succeeded    812 blocks")
     assert max(len(line) for line in lines) <= 40
     lines = printed(lambda c: admission.print_table(c, an_admission()), 40).splitlines()
     assert [line.split() for line in lines[:3]] == [

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from sidecar.cli.printers import advice, effects
 from sidecar.cli.printers.operations import state_name
-from sidecar.cli.printers.style import FULL_WIDTH, clean, count, named, seconds, table, words
+from sidecar.cli.printers.style import clean, count, named, seconds, table, words
 
 OUTCOMES: Final = {
     fleet_pb2.TARGET_OUTCOME_UNSPECIFIED: ("waiting", "quiet"),
@@ -31,6 +31,7 @@ OUTCOMES: Final = {
 """Outcome -> (word, tone)."""
 
 REPLAYED: Final = " (recorded earlier, nothing ran now)"
+REPLAYED_SHORT: Final = " (recorded earlier)"
 
 SAID_BY_MANY: Final = 4
 """Replicas with one text from which on it is said once, under the table."""
@@ -40,16 +41,37 @@ _Text = tuple[str, str, str]
 
 
 def print_table(console: Console, operation: fleet_pb2.FleetOperation) -> None:
-    """A row a replica, readable at 80 columns, and the summary. A narrow terminal has codes only in the summary."""
-    roomy = console.width >= FULL_WIDTH
+    """A row a replica, one line each where it succeeded, readable at 80 columns, and the summary, which has the codes.
+    A roomy terminal has them in the rows too.
+    """
+    roomy = console.width >= ROOMY
     made = table("REPLICA", "OUTCOME", *(["CODE"] if roomy else []), "WHAT HAPPENED")
     common = _said_by_many(operation)
-    for row in in_order(operation.results):
+    rows = in_order(operation.results)
+    detail = "full" if roomy else _fitting(rows, operation.spec, console.width)
+    for row in rows:
         word, tone = _outcome(row)
-        text = row.reason if row.reason and _text(row) in common else told(row, operation.spec)
+        text = row.reason if row.reason and _text(row) in common else told(row, operation.spec, detail)
         code = [words(row.code or "-")] if roomy else []
         made.add_row(words(row.replica), words(word, tone), *code, words(text))
     _show(console, made, operation)
+
+
+ROOMY: Final = 120
+"""Columns from which on each row has its code, and as many words as there are."""
+
+
+def _fitting(rows: Sequence[fleet_pb2.TargetResult], spec: fleet_pb2.OperationSpec, width: int) -> effects.Detail:
+    """The most detail in which every success has a line of its own, or the least there is."""
+    beside = sum(
+        2 + max((words(each).cell_len for each in each_column), default=0)
+        for each_column in ([row.replica for row in rows], [_outcome(row)[0] for row in rows])
+    )
+    done = [row for row in rows if row.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED and not row.health]
+    for detail in effects.DETAILS:
+        if all(words(told(row, spec, detail)).cell_len <= width - beside for row in done):
+            return detail
+    return effects.DETAILS[-1]
 
 
 def in_order(rows: Iterable[fleet_pb2.TargetResult]) -> list[fleet_pb2.TargetResult]:
@@ -124,13 +146,16 @@ def print_wide(console: Console, operation: fleet_pb2.FleetOperation) -> None:
     _show(console, made, operation)
 
 
-def told(row: fleet_pb2.TargetResult, spec: fleet_pb2.OperationSpec | None = None) -> str:
+def told(
+    row: fleet_pb2.TargetResult, spec: fleet_pb2.OperationSpec | None = None, detail: effects.Detail = "full"
+) -> str:
     """The right-hand column: the effect, or the reason with the replica's own words."""
-    effect = effects.of_row(row, spec)
+    effect = effects.of_row(row, spec, detail)
     if row.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED:
         otherwise = _forecast(spec) if spec and spec.validate_only else "done"
         health = f"; {row.health}" if row.health else ""
-        return (effect or row.message or otherwise) + (REPLAYED if _replayed(row) else "") + health
+        earlier = (REPLAYED if detail == "full" else REPLAYED_SHORT) if _replayed(row) else ""
+        return (effect or row.message or otherwise) + earlier + health
     if row.outcome in (fleet_pb2.TARGET_OUTCOME_UNSPECIFIED, fleet_pb2.TARGET_OUTCOME_RUNNING):
         return row.message
     text = _reason_and(row.reason, row.message)
