@@ -1,29 +1,27 @@
 """Print as JSON what the bridge finds on the vLLM that is first on the path, per capability: "" or why it is off.
 
-Also tried: whether each feature that is found by probing is there, so that the table shows what a version lacks.
+Asked of a bridge that is attached to vLLM's engine core, so that a version is said to lack what it lacks and no more.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from types import SimpleNamespace
 
 import vllm
+from vllm.config import KVEventsConfig
 
-from engine_bridge.engine import guards, relief, versions
-from tests.engine.scheduler_world import World
+from tests.engine.stepped_engine import Loop
 
 
 def capabilities() -> dict[str, str]:
-    """On a scheduler without connector, with KV events on."""
-    world = World(blocks=64, events="inproc://kvctl-compat")
-    engine = SimpleNamespace(scheduler=world.scheduler, vllm_config=world.config)
-    found = versions.capabilities(engine)
-    found.update(guards.install(world.scheduler).lacking())
-    found["relieve"] = found["relieve"] or relief.missing(world.scheduler)
-    world.scheduler.kv_event_publisher.shutdown()
-    return found
+    """Of an engine without a connector, with KV events on."""
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="inproc://kvctl-compat", topic="kv")
+    loop = Loop(asynchronous=False, connector=False, blocks=128, kv_events_config=events)
+    try:
+        return loop.bridge._port.capabilities()  # type: ignore[no-any-return]
+    finally:
+        loop.close()
 
 
 if __name__ == "__main__":

@@ -204,6 +204,7 @@ class SteppedEngine(EngineCoreProc):
         self.process_input_queue_block = True
         self.paused_by_client: PauseState | None = None
         """How vLLM's own client has paused it, if it has and nobody has resumed it since."""
+        self._not_cleared: Exception | None = None
         EngineCore.__init__(self, config, Executor.get_class(config), True)
 
     def pause_scheduler(self, mode: Any = "abort", clear_cache: bool = True) -> Any:
@@ -213,6 +214,23 @@ class SteppedEngine(EngineCoreProc):
     def resume_scheduler(self) -> None:
         self.paused_by_client = None
         super().resume_scheduler()
+
+    def _reset_caches(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._reset_caches(*args, **kwargs)
+        except Exception as error:
+            self._not_cleared = error
+            raise
+
+    def _notify_idle_state_callbacks(self) -> None:
+        """Up to 0.30, a sleep that waited for requests kills its engine when vLLM cannot clear the caches afterwards: a
+        load holds blocks, or the connector raises. Nobody else has a hand in that; every other death must be seen.
+        """
+        try:
+            super()._notify_idle_state_callbacks()
+        except Exception as error:
+            if error is not self._not_cleared:
+                raise
 
 
 class Loop:
