@@ -277,7 +277,7 @@ class Run:
             operation.warnings.extend([*self._execution.warnings, *self._replicas.other_names()])
             operation.took.FromTimedelta(timedelta(seconds=time.monotonic() - began))
         self.snapshot()
-        operation.state = outcomes.final_state(operation)
+        outcomes.conclude(operation)
         return operation
 
     async def cancel(self) -> None:
@@ -310,7 +310,7 @@ class Run:
                 row.code = row.reason = "CANCELLED"
                 row.message = "the operation was cancelled before this target's turn"
         operation = self.snapshot()
-        operation.state = outcomes.final_state(operation)
+        outcomes.conclude(operation)
         return operation
 
     def _row_changed(self, row: fleet_pb2.TargetResult) -> None:

@@ -98,14 +98,14 @@ class LiveOperation:
         """The operation as it will be once `end` is called: to be put on record before anybody is told."""
         final = fleet_pb2.FleetOperation()
         final.CopyFrom(self.operation)
-        final.state = outcomes.final_state(final)
+        outcomes.conclude(final)
         final.took.FromTimedelta(timedelta(seconds=self.age_s))
         final.version += 1
         return final
 
     def end(self, final: fleet_pb2.FleetOperation) -> None:
         """Take over what `conclude` gave, and tell."""
-        self.operation.state = final.state
+        self.operation.state, self.operation.why = final.state, final.why
         self.operation.took.CopyFrom(final.took)
         self.operation.version = final.version
         self._wake()
@@ -178,6 +178,7 @@ def without_rows(operation: fleet_pb2.FleetOperation) -> fleet_pb2.FleetOperatio
         warnings=operation.warnings,
         started_at=operation.started_at,
         version=operation.version,
+        why=operation.why,
     )
     if operation.HasField("took"):
         bare.took.CopyFrom(operation.took)

@@ -8,6 +8,7 @@ whether it was ever sent, and when that cannot be told, the outcome is UNKNOWN, 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, cast
@@ -214,6 +215,41 @@ def recount(
         setattr(counts, name, getattr(counts, name) - 1)
     if name := _COUNTED.get(after):
         setattr(counts, name, getattr(counts, name) + 1)
+
+
+def conclude(operation: fleet_pb2.FleetOperation) -> None:
+    """Say of an operation whose every target has ended how it stands, and why not every one succeeded."""
+    operation.state = final_state(operation)
+    operation.why = why_not(operation)
+
+
+_GROUPS_TOLD: Final = 3
+
+
+def why_not(operation: fleet_pb2.FleetOperation) -> str:
+    """As in: 2 of 8 failed: ENGINE_SLEEPING; 1 unreachable: REPLICA_UNREACHABLE. Empty when every target succeeded.
+
+    The reasons of most targets first; one that was skipped or cancelled for another's failure after those.
+    """
+    rows = [row for row in operation.results if row.reason != DUPLICATE_TARGET]
+    groups = Counter(
+        (row.outcome in _NOT_CALLED, _COUNTED.get(row.outcome, "not finished"), row.reason or row.code)
+        for row in rows
+        if row.outcome != fleet_pb2.TARGET_OUTCOME_SUCCEEDED
+    )
+    found = sorted(groups.items(), key=lambda group: (group[0][0], -group[1], group[0]))
+    told = [
+        f"{number}{'' if position else f' of {len(rows)}'} {word}{f': {reason}' if reason else ''}"
+        for position, ((_, word, reason), number) in enumerate(found[:_GROUPS_TOLD])
+    ]
+    if rest := sum(number for _, number in found[_GROUPS_TOLD:]):
+        told.append(f"{rest} for other reasons")
+    if operation.targets_incomplete:
+        told.append("replicas may have been missed")
+    return "; ".join(told)
+
+
+_NOT_CALLED: Final = frozenset({fleet_pb2.TARGET_OUTCOME_SKIPPED, fleet_pb2.TARGET_OUTCOME_CANCELLED})
 
 
 def final_state(operation: fleet_pb2.FleetOperation) -> fleet_pb2.OperationState.ValueType:

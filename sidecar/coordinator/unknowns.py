@@ -112,7 +112,7 @@ class Unknowns:
         await self._store.result(operation.operation_id, known)
         row.CopyFrom(known)
         operation.counts.CopyFrom(outcomes.count(operation.results))
-        operation.state = outcomes.final_state(operation)
+        outcomes.conclude(operation)
         operation.version += 1
         operation.warnings.append(f"{known.replica}: its outcome became known after the end ({known.code})")
         await self._store.update(operation, ended=True)

@@ -390,6 +390,19 @@ async def test_operations_come_in_pages_newest_first(tmp_path: Path) -> None:
         assert bad.violations[0].field == "page_size"
 
 
+async def test_a_list_of_operations_says_why_one_is_partial_also_after_a_restart(tmp_path: Path) -> None:
+    good, bad = FakeSidecar("r0"), FakeSidecar("r1")
+    bad.fail_with = [refused()]
+    async with serving(good, bad) as addresses:
+        for again in range(2):
+            async with coordinator(tmp_path, named(addresses)) as running:
+                if not again:
+                    ended = await running.run(keep_reset())
+                    assert ended.why == "1 of 2 failed: BLOCKS_HELD_BY_REQUESTS"
+                [listed] = (await running.stub.ListOperations(fleet_pb2.ListOperationsRequest())).operations
+                assert listed.why == "1 of 2 failed: BLOCKS_HELD_BY_REQUESTS"
+
+
 async def test_replicas_and_admission_of_the_fleet_are_shown_with_those_out_of_reach(tmp_path: Path) -> None:
     fakes = [FakeSidecar("r0"), FakeSidecar("r1")]
     fakes[1].stalled = True

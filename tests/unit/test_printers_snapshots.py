@@ -80,6 +80,7 @@ def a_reset() -> fleet_pb2.FleetOperation:
     ]  # fmt: skip
     made.results.extend(rows)
     made.counts.CopyFrom(outcomes.count(rows))
+    outcomes.conclude(made)
     made.state = fleet_pb2.OPERATION_STATE_PARTIAL
     made.started_at.FromJsonString("2026-01-02T03:04:05Z")
     made.took.FromMilliseconds(412)

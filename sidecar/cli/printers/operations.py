@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvctl.v1 import fleet_pb2, types_pb2
 from rich.console import Console
@@ -24,7 +25,7 @@ def state_name(state: fleet_pb2.OperationState.ValueType) -> str:
 
 
 def print_table(console: Console, operations: Sequence[fleet_pb2.FleetOperation]) -> None:
-    """A row an operation, newest first."""
+    """A row an operation, newest first, and below what those that did not do it all came to."""
     if not operations:
         console.print("no operation on record")
         return
@@ -42,3 +43,10 @@ def print_table(console: Console, operations: Sequence[fleet_pb2.FleetOperation]
             ),
         )
     console.print(made)
+    for operation in operations:
+        if operation.why:
+            console.print(words(f"  {operation.operation_id[:_TELLING]}  {operation.why}"))
+
+
+_TELLING: Final = 8
+"""Characters of an id that tell it from others in one list."""

@@ -478,6 +478,7 @@ class FleetOperation(_message.Message):
     STARTED_AT_FIELD_NUMBER: _builtins.int
     TOOK_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """Its id, a UUID."""
     kind: _types_pb2.OperationKind.ValueType
@@ -488,6 +489,10 @@ class FleetOperation(_message.Message):
     """True when the target set may be incomplete; it is then never all succeeded."""
     version: _builtins.int
     """Grows with every change; a watch resumes after it."""
+    why: _builtins.str
+    """Once it has ended, one phrase for a list: why not every target succeeded, e.g. "2 of 8 failed: ENGINE_SLEEPING".
+    Empty when every one did.
+    """
     @_builtins.property
     def spec(self) -> Global___OperationSpec:
         """What was asked."""
@@ -526,10 +531,11 @@ class FleetOperation(_message.Message):
         started_at: _timestamp_pb2.Timestamp | None = ...,
         took: _duration_pb2.Duration | None = ...,
         version: _builtins.int = ...,
+        why: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "spec", b"spec", "started_at", b"started_at", "took", b"took"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "kind", b"kind", "operation_id", b"operation_id", "results", b"results", "spec", b"spec", "started_at", b"started_at", "state", b"state", "targets_incomplete", b"targets_incomplete", "took", b"took", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "kind", b"kind", "operation_id", b"operation_id", "results", b"results", "spec", b"spec", "started_at", b"started_at", "state", b"state", "targets_incomplete", b"targets_incomplete", "took", b"took", "version", b"version", "warnings", b"warnings", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
