@@ -151,7 +151,7 @@ class Application:
         config = self._config
         self._metrics = CoordinatorMetrics()
         retention = Retention(config.keep_operations, config.keep_for)
-        self._running = Running(self._store, channels, self._metrics, audit, retention)
+        self._running = Running(self._store, discovery, channels, self._metrics, audit, retention)
         self._operations = Operations(self._store, discovery, channels, self._running, audit)
         self._roster = Roster(discovery, channels, self._metrics)
         self._health = Health(SERVICE)

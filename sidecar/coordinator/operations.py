@@ -23,6 +23,7 @@ from sidecar.coordinator.discovery import Discovery
 from sidecar.coordinator.execution import Execution
 from sidecar.coordinator.fanout import GrpcReplicas
 from sidecar.coordinator.live import ENDED, LiveOperation, in_messages
+from sidecar.coordinator.pods import PodReplicas
 from sidecar.coordinator.refusals import as_failure, check_spec, invalid
 from sidecar.coordinator.running import Running
 from sidecar.coordinator.schema import StoredOperation, StoreError
@@ -126,7 +127,8 @@ class Operations:
         limit_s = calls.seconds(spec.timeout) or resolution.CONNECT_TIMEOUT_S
         resolved = await resolution.resolve(selection, discovered, self._channels, ask_all=counted, within_s=limit_s)
         named_in_s = time.monotonic() - asked
-        return resolved, GrpcReplicas(self._channels, resolved.identities, resolved.failures, named_in_s)
+        replicas = PodReplicas(self._channels, self._discovery, resolved.identities, resolved.failures, named_in_s)
+        return resolved, replicas
 
     # --- steering ------------------------------------------------------------------------------------------------
 

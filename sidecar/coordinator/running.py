@@ -17,11 +17,13 @@ from kvctl.v1 import fleet_pb2, types_pb2
 from sidecar.coordinator import calls, outcomes, resolution
 from sidecar.coordinator.audit import FleetAudit, kind_of
 from sidecar.coordinator.channels import Channels
+from sidecar.coordinator.discovery import Discovery
 from sidecar.coordinator.execution import Execution
 from sidecar.coordinator.fanout import GrpcReplicas
 from sidecar.coordinator.journal import StoreJournal
 from sidecar.coordinator.live import RESUME_GAP, LiveOperation
 from sidecar.coordinator.metrics import CoordinatorMetrics
+from sidecar.coordinator.pods import PodReplicas
 from sidecar.coordinator.port import Aim, Recorded
 from sidecar.coordinator.schema import StoredOperation, StoreError
 from sidecar.coordinator.store import Store
@@ -58,17 +60,19 @@ class Running:
     def __init__(
         self,
         store: Store,
+        discovery: Discovery,
         channels: Channels,
         metrics: CoordinatorMetrics,
         audit: FleetAudit,
         retention: Retention,
     ) -> None:
         self._store = store
+        self._discovery = discovery
         self._channels = channels
         self._metrics = metrics
         self._audit = audit
         self._retention = retention
-        self.unknowns = Unknowns(store, GrpcReplicas(channels), metrics, self._learned)
+        self.unknowns = Unknowns(store, PodReplicas(channels, discovery), metrics, self._learned)
         self.stopping = asyncio.Event()
         """Set once the coordinator shuts down."""
         self._live: dict[str, LiveOperation] = {}
@@ -133,7 +137,7 @@ class Running:
         """
         called = [aim for aim in stored.aims if aim.name in stored.recorded and stored.recorded[aim.name].request_id]
         if len(called) == len(stored.aims):
-            return GrpcReplicas(self._channels)
+            return PodReplicas(self._channels, self._discovery)
 
         async def one(aim: Aim) -> tuple[str, types_pb2.ReplicaInfo | None]:
             target = Target(aim.address, aim.name, server_name=aim.server_name)
@@ -142,7 +146,8 @@ class Running:
             return aim.address, found if isinstance(found, types_pb2.ReplicaInfo) else None
 
         answers = await asyncio.gather(*(one(aim) for aim in called))
-        replicas = GrpcReplicas(self._channels, {address: info for address, info in answers if info is not None})
+        identities = {address: info for address, info in answers if info is not None}
+        replicas = PodReplicas(self._channels, self._discovery, identities)
         for aim in called:
             replicas.claim(aim)
         return replicas

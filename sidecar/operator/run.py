@@ -23,6 +23,7 @@ from sidecar.coordinator.discovery import Discovery, DiscoveryError
 from sidecar.coordinator.discovery.kube_api import Api
 from sidecar.coordinator.execution import Execution
 from sidecar.coordinator.metrics import CoordinatorMetrics
+from sidecar.coordinator.pods import PodReplicas
 from sidecar.coordinator.port import JournalError
 from sidecar.coordinator.rollout import Policy, PolicyError
 from sidecar.coordinator.selectors import SelectorError, read_targets
@@ -30,7 +31,6 @@ from sidecar.operator import status
 from sidecar.operator.ended import EndedTargets
 from sidecar.operator.journal import ResourceJournal, StatusWriter
 from sidecar.operator.plan import Plan, bounded, new_plan, plan_on_record
-from sidecar.operator.pods import PodReplicas
 from sidecar.operator.resource import Condition, Phase, Resource, operation_id, operation_spec
 from sidecar.operator.status import Patch
 

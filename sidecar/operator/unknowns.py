@@ -17,13 +17,13 @@ import msgspec
 from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator.attempt import settled
+from sidecar.coordinator.pods import PodReplicas
 from sidecar.coordinator.port import Aim, Answer, JournalError, Replicas
 from sidecar.coordinator.retry import outcome_unknown
 from sidecar.coordinator.unknowns import ASK_EVERY_S, ASK_FOR_S, ASK_TIMEOUT_S
 from sidecar.operator import status
 from sidecar.operator.ended import EndedTargets
 from sidecar.operator.journal import StatusWriter
-from sidecar.operator.pods import PodReplicas
 from sidecar.operator.resource import Resource
 from sidecar.operator.run import Surroundings, now
 from sidecar.operator.status import Patch

@@ -109,3 +109,37 @@ async def look_and_reset(reach: Reach, addresses: list[str]) -> None:
     assert screen.getvalue().count("skipped") == 2
     assert "unreachable" not in screen.getvalue()
     assert "the pod is terminating" in screen.getvalue()
+
+
+async def test_a_pod_that_goes_before_its_turn_is_skipped_and_the_rollout_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes = [FakeSidecar(name) for name in "abcd"]
+    reached, go = asyncio.Event(), asyncio.Event()
+
+    async def wait(kind: str) -> None:
+        if kind == "reset":
+            reached.set()
+            await go.wait()
+
+    for fake in fakes:
+        fake.before = wait
+    async with api_serving() as api, serving(*fakes) as addresses:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, api.url)))
+        for address in addresses:
+            await api.put("endpointslices", a_slice(address))
+        async with coordinator(tmp_path, ["endpoints:///llm/vllm-kvctl"]) as running:
+            started = await running.start(keep_reset(strategy=fleet_pb2.ROLLOUT_STRATEGY_ROLLING))
+            await asyncio.wait_for(reached.wait(), 40)
+            waiting = [row.address for row in started.results][2]
+            await api.remove("endpointslices", f"vllm-{waiting.rpartition(':')[2]}")
+            async with asyncio.timeout(40):
+                while len((await running.stub.ListReplicas(fleet_pb2.ListReplicasRequest())).replicas) > 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            go.set()
+            done = await running.ended(started.operation_id)
+    [gone] = [row for row in done.results if row.outcome == fleet_pb2.TARGET_OUTCOME_SKIPPED]
+    assert gone.address == waiting
+    assert "is gone" in gone.message
+    assert (done.counts.succeeded, done.counts.skipped) == (3, 1)
+    assert sorted(len(fake.effects) for fake in fakes) == [0, 1, 1, 1]

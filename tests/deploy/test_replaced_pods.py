@@ -13,10 +13,10 @@ from kvctl.v1 import fleet_pb2
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.discovery import DiscoveryError
 from sidecar.coordinator.fanout import POD_UID, GrpcReplicas
+from sidecar.coordinator.pods import PodReplicas, Pods
 from sidecar.coordinator.port import Aim, Answer
 from sidecar.coordinator.targets import Discovered, Target
 from sidecar.operator.app import Operator
-from sidecar.operator.pods import PodReplicas, Pods
 
 ROLLING = {**KEEP, "rollout": {"strategy": "Rolling", "maxUnavailable": 1, "maxFailures": 4}}
 

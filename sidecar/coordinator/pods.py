@@ -1,10 +1,10 @@
 """Replicas that are pods: none is spoken to in the name of another one.
 
 A pod that goes gives its address back, and the next pod may get it while an operation still has the address in its
-plan: in a later wave, or when it goes on after the operator was away. The plan has the uid of each pod, so before each
-call the pod is looked up among those that discovery has now, which costs nothing while its watch is current; one that
-is on its way out is not called any more than one that is gone. A sidecar that tells the uid of its pod (the manifests
-have it do so) is told apart also when the watch is a moment behind.
+plan: in a later wave, or when it goes on after whoever runs it was away. The plan has the uid of each pod, so before
+each call the pod is looked up among those that discovery has now, which costs nothing while its watch is current; one
+that is on its way out is not called any more than one that is gone. A sidecar that tells the uid of its pod (the
+manifests have it do so) is told apart also when the watch is a moment behind.
 """
 
 from __future__ import annotations
@@ -66,8 +66,16 @@ class Pods:
 class PodReplicas(GrpcReplicas):
     """Replicas reached through channels, each looked up by its pod's uid before it is called or asked."""
 
-    def __init__(self, channels: Channels, discovery: Discovery) -> None:
-        super().__init__(channels)
+    def __init__(
+        self,
+        channels: Channels,
+        discovery: Discovery,
+        identities: Mapping[str, types_pb2.ReplicaInfo] | None = None,
+        unnamed: Mapping[str, Failure] | None = None,
+        named_in_s: float = 0.0,
+    ) -> None:
+        """As GrpcReplicas. `discovery`: asked before each call to a pod, so it should be kept current."""
+        super().__init__(channels, identities, unnamed, named_in_s)
         self._discovery = discovery
         self._seen: tuple[Target, ...] | None = None
         self._pods = Pods.of(())
