@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
 from engine_bridge.engine.guards import connectors
 from engine_bridge.protocol import Tier, TierStateName
 
@@ -46,3 +48,14 @@ def _reset(connector: object) -> Tier:
     if not answer:
         return Tier("pending", "CONNECTOR_BUSY", f"{name} still has transfers in flight; ask again later")
     return Tier("done")
+
+
+def start_lazy_walks_over(scheduler: Scheduler) -> None:
+    """Lazy offload walks the free queue towards its end, a piece a step, and remembers the last block that it saw.
+    Sorting puts blocks that it has not seen before that one, where it would never look: they would be evicted unsaved.
+    At the front again, as after a reset of its own, it passes over what it has saved already.
+    """
+    for connector in connectors(scheduler.connector):
+        manager = getattr(connector, "scheduler_manager", None)
+        if manager is not None and isinstance(getattr(manager, "_cursor", None), KVCacheBlock):
+            manager._cursor = None

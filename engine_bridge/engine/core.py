@@ -14,7 +14,7 @@ from vllm.version import __version__ as vllm_version
 from engine_bridge import protocol
 from engine_bridge.engine import evidence, guards, pools, relief, siblings, tiers, versions
 from engine_bridge.engine import scheduler as requests
-from engine_bridge.engine.connector import connector_tier
+from engine_bridge.engine.connector import connector_tier, start_lazy_walks_over
 from engine_bridge.operations.pause import LONGEST_WEIGHT_VERSION
 from engine_bridge.port import Work
 
@@ -226,9 +226,12 @@ class VllmEngine:
 
     def reorder(self, scope: Literal["uncached", "all_free"]) -> Work[int]:
         """See port.EnginePort."""
-        moved = yield from pools.reorder(self._pools, scope)
-        self._remembered.forget()
-        return moved
+        try:
+            return (yield from pools.reorder(self._pools, scope))
+        finally:
+            # Also where it is left half done: the order is another one by then.
+            self._remembered.forget()
+            start_lazy_walks_over(self._scheduler)
 
     # --- relief --------------------------------------------------------------------------------------------------
 

@@ -113,14 +113,18 @@ def vllm_config(
 
 
 OFFLOAD = "SimpleCPUOffloadConnector"
+LAZY_OFFLOAD = "lazy SimpleCPUOffloadConnector"
 CPU_BLOCKS = 32
 
 
 def _transfer(connector: str | list[str]) -> KVTransferConfig:
     def one(name: str) -> dict[str, Any]:
-        if name == OFFLOAD:
-            extra = {"cpu_bytes_to_use": CPU_BLOCKS * full_attention().page_size_bytes}
-            return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        if name in (OFFLOAD, LAZY_OFFLOAD):
+            extra = {
+                "cpu_bytes_to_use": CPU_BLOCKS * full_attention().page_size_bytes,
+                "lazy_offload": name == LAZY_OFFLOAD,
+            }
+            return {"kv_connector": OFFLOAD, "kv_role": "kv_both", "kv_connector_extra_config": extra}
         return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_module_path": __name__}
 
     if isinstance(connector, str):
