@@ -24,7 +24,7 @@ from sidecar.coordinator.discovery.kube_api import Api, ApiError
 from sidecar.coordinator.port import JournalError
 from sidecar.operator import status
 from sidecar.operator.journal import StatusWriter, path_of
-from sidecar.operator.resource import Phase, Resource
+from sidecar.operator.resource import Phase, Resource, Unreadable, read
 from sidecar.operator.run import NotToRun, Run, Surroundings, now
 
 LOG: Final = logging.getLogger(__name__)
@@ -116,6 +116,10 @@ class Controller:
             self._expire(resource)
             return
         run = self._runs.get(uid)
+        if isinstance(resource, Unreadable) and (run is not None or resource.status.operation_id):
+            # It is under way: who began it knows what it means, and what has become of its calls.
+            LOG.error("%s: left as it is, for the operator that began it: %s", resource.key, resource.why)
+            return
         if run is None:
             if uid not in self._ended:
                 self._begin(resource)
@@ -253,7 +257,7 @@ async def fetch(api: Api, resource: Resource) -> Resource | None:
         if error.status == 404:
             return None
         raise
-    return msgspec.json.decode(answer, type=Resource)
+    return read(msgspec.json.decode(answer))
 
 
 def _order(resource: Resource) -> tuple[bool, str, str]:

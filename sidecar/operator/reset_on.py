@@ -32,7 +32,7 @@ from sidecar.coordinator.discovery.kube_api import Api, ApiError, MergePatch
 from sidecar.coordinator.discovery.kube_rows import Pod
 from sidecar.coordinator.outcomes import NOT_A_SIDECAR
 from sidecar.operator.journal import path_of
-from sidecar.operator.resource import API_VERSION, KIND, Resource
+from sidecar.operator.resource import API_VERSION, KIND, Resource, read
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -282,7 +282,7 @@ class ResetOn:
             if error.status == 404:
                 return None
             raise
-        return msgspec.json.decode(answer, type=Resource)
+        return read(msgspec.json.decode(answer))
 
     async def _annotate(self, pod: Pod, annotations: Mapping[str, str | None]) -> None:
         """Under the version that was looked at: ApiError 409 when the pod has changed since."""

@@ -1,7 +1,8 @@
 """A CacheOperation as the operator reads it, and the fleet operation it stands for.
 
 The API server has validated the spec (deploy/kustomize/base/cacheoperation-crd.yaml), with the same rules as the API's
-own; a resource that slipped in under older rules still ends as Failed with one sentence, never as a crash loop.
+own; a resource that slipped in under older rules, or that a newer definition allows and this operator cannot read,
+still ends as Failed with one sentence, never as a crash loop.
 """
 
 from __future__ import annotations
@@ -113,11 +114,15 @@ class Spec(msgspec.Struct, rename="camel"):
 
     @property
     def shown_as(self) -> str:
-        """For people: "Reset Keep"."""
+        """For people: "Reset Keep"; empty when it names no operation that is known here."""
         if self.reset is not None:
             what = f"Reset {self.reset.running_requests}"
+        elif self.reorder is not None:
+            what = f"Reorder {self.reorder.scope}"
+        elif self.relieve is not None:
+            what = "Relieve"
         else:
-            what = f"Reorder {self.reorder.scope}" if self.reorder is not None else "Relieve"
+            return ""
         return f"{what} (checked only)" if self.validate_only else what
 
 
@@ -194,12 +199,29 @@ class Resource(msgspec.Struct):
         return f"{self.metadata.namespace}/{self.metadata.name}"
 
 
+class Unreadable(Resource):
+    """One whose spec has a field that cannot be used here; `spec` is empty."""
+
+    why: str = ""
+    """Which field, and what was expected there."""
+
+
+class _WithoutSpec(msgspec.Struct):
+    metadata: Meta
+    status: Status = msgspec.field(default_factory=Status)
+
+
 def read(body: Mapping[str, object]) -> Resource:
-    """A resource from its JSON; ValueError says which field cannot be used."""
+    """A resource from its JSON, Unreadable when its spec cannot be used. ValueError says which other field it is."""
     try:
         return msgspec.convert(dict(body), type=Resource)
     except msgspec.ValidationError as error:
+        why = f"this operator cannot read it: {error}"
+    try:
+        rest = msgspec.convert(dict(body), type=_WithoutSpec)
+    except msgspec.ValidationError as error:
         raise ValueError(f"the resource cannot be read: {error}") from error
+    return Unreadable(rest.metadata, Spec(TargetsSpec()), rest.status, why)
 
 
 def operation_id(uid: str, step: str) -> str:

@@ -31,7 +31,7 @@ from sidecar.operator import status
 from sidecar.operator.ended import EndedTargets
 from sidecar.operator.journal import ResourceJournal, StatusWriter
 from sidecar.operator.plan import Plan, bounded, new_plan, plan_on_record
-from sidecar.operator.resource import Condition, Phase, Resource, operation_id, operation_spec
+from sidecar.operator.resource import Condition, Phase, Resource, Unreadable, operation_id, operation_spec
 from sidecar.operator.status import Patch
 
 LOG: Final = logging.getLogger(__name__)
@@ -231,6 +231,8 @@ class Run:
         return phase
 
     def _asked(self) -> fleet_pb2.OperationSpec:
+        if isinstance(self.resource, Unreadable):
+            raise NotToRun("Failed", "InvalidSpec", self.resource.why)
         try:
             asked = operation_spec(self.resource.spec)
             Policy.resolve(asked.rollout, 1)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from apiserver import Refused
 from cluster import KEEP, ROLLING, Cluster, gate, pod
 from kvctl.v1 import types_pb2
@@ -166,3 +169,64 @@ async def test_a_condition_keeps_the_time_of_its_last_change(cluster: Cluster) -
         "Succeeded": "2026-01-02T00:00:00Z",
         "TargetsComplete": "2026-01-01T00:00:00Z",
     }
+
+
+def newer_definition(cluster: Cluster) -> None:
+    """The CRD of a later release, which allows a mode that this operator does not know."""
+    kind = cluster.api.kinds["kvctl.dev", "cacheoperations"]
+    schema = copy.deepcopy(kind.schema)
+    assert schema is not None
+    reset = schema["properties"]["spec"]["properties"]["reset"]
+    reset["properties"]["runningRequests"]["enum"].append("Drain")
+    cluster.api.kinds["kvctl.dev", "cacheoperations"] = replace(kind, schema=schema)
+
+
+async def test_a_spec_that_this_operator_cannot_read_ends_as_failed_and_says_which_field(cluster: Cluster) -> None:
+    newer_definition(cluster)
+    async with cluster.operator():
+        await cluster.apply("wipe", {**KEEP, "reset": {"runningRequests": "Drain"}})
+        status = await cluster.finished("wipe")
+        await cluster.told("InvalidSpec")
+        await cluster.apply("next", KEEP)
+        assert (await cluster.finished("next"))["phase"] == "Succeeded"
+    assert status["phase"] == "Failed"
+    assert "Drain" in status["message"]
+    assert "$.spec.reset.runningRequests" in status["message"]
+    told = conditions(status)
+    assert (told["Complete"]["status"], told["Succeeded"]["status"]) == ("True", "False")
+    assert told["Complete"]["message"] == status["message"]
+    assert status["observedGeneration"] == 1
+    assert status["completionTime"]
+    assert cluster.effects() == [1, 1, 1, 1]
+
+
+async def test_one_that_was_begun_by_an_operator_that_could_read_it_is_left_to_it(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer_definition(cluster)
+    begun = {"phase": "Running", "operationId": "7f3f3cf6-5a0c-4f9e-9a39-3a8a36b1c001", "progress": "1/4"}
+    body = {
+        "apiVersion": "kvctl.dev/v1alpha1",
+        "kind": "CacheOperation",
+        "metadata": {"name": "wipe"},
+        "spec": {**KEEP, "reset": {"runningRequests": "Drain"}},
+        "status": begun,
+    }
+    await cluster.api.put("cacheoperations", body)
+    async with cluster.operator():
+        await cluster.apply("next", KEEP)
+        await cluster.finished("next")
+    assert cluster.status("wipe") == begun
+    assert "llm/wipe: left as it is" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"metadata": {"name": 1}, "spec": {}}, "$.metadata.name"),
+        ({"metadata": {}, "spec": {}, "status": 1}, "$.status"),
+    ],
+)
+def test_of_what_is_no_cacheoperation_at_all_the_field_is_told(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=field.replace("$", r"\$")):
+        read(body)
