@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def test_three_hundred_refusals_with_foreign_texts_are_three_hundred_rows_and_ex
     with fleet(tmp_path, *fakes) as inventory:
         done = kvctl(tmp_path, "reset", "--inventory", str(inventory), "--timeout", "2m")
     rows = [line.split()[:3] for line in done.stdout.splitlines() if " failed " in line and line.startswith("r")]
-    assert rows == [[fake.name, "failed", "FAILED_PRECONDITION"] for fake in fakes]
+    assert rows == [[fake.name, "failed", "BLOCKS_HELD_BY_REQUESTS"] for fake in fakes]
+    assert "  FAILED_PRECONDITION BLOCKS_HELD_BY_REQUESTS: r000" in done.stdout
     assert "".join(done.stdout.split()).count(text) == 1
     assert "300 replicas: 300 failed" in done.stdout
     assert (done.returncode, done.stderr) == (1, "")
@@ -107,6 +109,19 @@ def test_a_reader_that_goes_away_ends_what_prints_for_ever(tmp_path: Path, comma
             process.kill()
             process.wait()
             process.stderr.close()
+
+
+@pytest.mark.parametrize("command", ["--help", "reset --help", "version"])
+def test_help_for_a_reader_that_has_gone_is_no_failure(tmp_path: Path, command: str) -> None:
+    nobody, here = os.pipe()
+    os.close(nobody)
+    try:
+        done = subprocess.run(
+            [*KVCTL, *command.split()], stdout=here, stderr=subprocess.PIPE, env=environment(tmp_path), check=False
+        )
+    finally:
+        os.close(here)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_doctor_finds_a_stopped_engine(tmp_path: Path) -> None:
