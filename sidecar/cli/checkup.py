@@ -81,8 +81,7 @@ def print_table(console: Console, findings: list[Finding]) -> None:
 
 def _here(settings: Settings) -> Iterator[Finding]:
     yield Finding("ok", "kvctl", f"{__version__} on Python {sys.version.split()[0]}")
-    fleet = settings.coordinator or settings.inventory or ", ".join(settings.targets)
-    yield Finding("ok", "fleet", f"{fleet} (from {settings.source})")
+    yield Finding("ok", "fleet", f"{settings.fleet} (from {settings.source})")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < 1024:
         yield Finding("warning", "open files", f"limit {soft}", "raise it with `ulimit -n 1024` for large fleets")

@@ -21,6 +21,10 @@ class Entry(NamedTuple):
     help: str
 
 
+class ReaderLeft(Exception):  # noqa: N818 - nothing went wrong
+    """Whoever read the output has gone. As a BrokenPipeError click would make it exit code 1."""
+
+
 class _GroupOptions(TypedDict, total=False):
     name: str | None
     help: str | None
@@ -34,6 +38,22 @@ class LazyGroup(click.Group):
     def __init__(self, entries: Mapping[str, Entry], **options: Unpack[_GroupOptions]) -> None:
         super().__init__(**options)
         self._entries = entries
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: object
+    ) -> click.Context:
+        """As click does; this shows the group's own help."""
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except BrokenPipeError as error:
+            raise ReaderLeft from error
+
+    def invoke(self, ctx: click.Context) -> object:
+        """As click does."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise ReaderLeft from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order of the table: what is used most comes first."""

@@ -30,6 +30,7 @@ REMARKS: Final = 3
 COLUMNS: Final = ("ENGINE", "VERDICT", "RUN", "WAIT", "FREE", "CACHED", "TOK/S", "CONTIG", "LAST RESET")
 LEAST_COLUMNS: Final = 4
 NAME_COLUMNS: Final = 14
+FLEET_COLUMNS: Final = 60
 
 
 def live(settings: Settings, targets: fleet_pb2.Targets, interval_s: float, *, once: bool) -> int:
@@ -43,7 +44,7 @@ def live(settings: Settings, targets: fleet_pb2.Targets, interval_s: float, *, o
         with seat as terminal:
             if terminal is None or style.dumb():
                 return await _lines(terminal, reach, targets, interval_s)
-            return await _screen(terminal, reach, targets, interval_s, settings.source)
+            return await _screen(terminal, reach, targets, interval_s, _short(settings.fleet, FLEET_COLUMNS))
 
     try:
         return reaching.run(settings, work)
@@ -90,7 +91,7 @@ async def _lines(terminal: Attended | None, reach: Reach, targets: fleet_pb2.Tar
             return 0
 
 
-async def _screen(terminal: Attended, reach: Reach, targets: fleet_pb2.Targets, interval_s: float, source: str) -> int:
+async def _screen(terminal: Attended, reach: Reach, targets: fleet_pb2.Targets, interval_s: float, fleet: str) -> int:
     console = style.console(sys.stdout)
     last: fleet_pb2.FleetAdmissionResponse | None = None
     when = foot = ""
@@ -108,7 +109,7 @@ async def _screen(terminal: Attended, reach: Reach, targets: fleet_pb2.Targets, 
             try:
                 if await terminal.quits(reading.done, READ_TIMEOUT_S * 4, draw):
                     return 0
-                last, foot = await reading, f"{source}   q quits"
+                last, foot = await reading, f"{fleet}   q quits"
             except CoordinatorError as error:
                 if last is None:
                     raise

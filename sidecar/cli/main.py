@@ -13,7 +13,7 @@ try:
     import click
 
     from sidecar.cli.failures import UNWRITTEN, Refusal, unwritten
-    from sidecar.cli.lazy import Entry, LazyGroup
+    from sidecar.cli.lazy import Entry, LazyGroup, ReaderLeft
 except KeyboardInterrupt:
     # Ctrl-C while Python still reads modules: there is no click yet to say it.
     os.write(2, b"kvctl: interrupted\n")
@@ -103,7 +103,7 @@ def run(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("kvctl: interrupted", err=True)
         return 130
-    except BrokenPipeError:
+    except (BrokenPipeError, ReaderLeft):
         _discard_stdout()
         return 0
     except Exception as error:

@@ -55,6 +55,11 @@ class Settings:
         return bool(self.coordinator or self.targets or self.inventory)
 
     @property
+    def fleet(self) -> str:
+        """Whom it says to call, as it was given."""
+        return self.coordinator or self.inventory or ", ".join(self.targets)
+
+    @property
     def coordinator_flags(self) -> list[str]:
         """Flags that reach the same coordinator with the same credentials, whatever the context is then."""
         keys = ("coordinator", "ca", "cert", "key", "token_file", "server_name")

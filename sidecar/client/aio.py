@@ -37,7 +37,7 @@ from sidecar.client.weights import (
     WeightUpdate,
 )
 from sidecar.coordinator.channels import Channels
-from sidecar.coordinator.discovery import DiscoveryError
+from sidecar.coordinator.discovery import DiscoveryError, InventoryUnreadable
 from sidecar.coordinator.outcomes import DUPLICATE_TARGET
 from sidecar.coordinator.port import Aim
 from sidecar.coordinator.rollout import PolicyError
@@ -339,7 +339,7 @@ def _as_errors() -> Iterator[None]:
     """Everything that goes wrong as one of the client's own exceptions."""
     try:
         yield
-    except (SelectorError, PolicyError, ValueError) as error:
+    except (SelectorError, PolicyError, ValueError, InventoryUnreadable) as error:
         raise RequestInvalid(str(error)) from error
     except DiscoveryError as error:
         raise ReplicaUnavailable(str(error)) from error

@@ -124,5 +124,5 @@ _BY_REASON: Final[dict[str, type[KvctlError]]] = {"NOT_A_SIDECAR": NotASidecar, 
 def error_for(code: str, reason: str, message: str, replica: str = "") -> KvctlError:
     """The exception for one failure, by its reason and else by its code."""
     kind = _BY_REASON.get(reason) or _BY_CODE.get(code, KvctlError)
-    where = f"{replica}: " if replica else ""
+    where = f"{replica}: " if replica and not message.startswith(f"{replica}: ") else ""
     return kind(f"{where}{message or reason or code}", code=code, reason=reason, replica=replica)

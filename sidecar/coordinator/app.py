@@ -139,11 +139,12 @@ class Application:
             channels = Channels(config.client_security)
             try:
                 async with kept_current(discovery):
-                    return await self._serve(settings, discovery, channels, FleetAudit(log))
+                    code = await self._serve(settings, discovery, channels, FleetAudit(log))
             finally:
                 await channels.close()
                 await self._store.close()
-                LOG.info("stopped")
+        LOG.info("stopped")  # not where it never served: its error says why
+        return code
 
     async def _serve(
         self, settings: ServerSettings, discovery: Discovery, channels: Channels, audit: FleetAudit

@@ -94,7 +94,8 @@ def _share(text: str, targets: int) -> int:
     """A count ("2") or a share of the targets ("25%", rounded down), at least 1."""
     match = re.fullmatch(r"\s*(\d{1,9})\s*(%?)\s*", text, re.ASCII)
     if not match or not int(match[1]) or (match[2] and int(match[1]) > 100):
-        raise PolicyError("max_unavailable", f'max_unavailable is {text!r}; expected a count ("2") or a share ("25%")')
+        what = 'a count of at least 1 ("2") or a share of 1% to 100% ("25%")'
+        raise PolicyError("max_unavailable", f"max_unavailable is {text!r}; expected {what}")
     return int(match[1]) if not match[2] else max(1, targets * int(match[1]) // 100)
 
 

@@ -151,5 +151,8 @@ def parse_replicas(text: str) -> fleet_pb2.Targets:
 def none_matched(selection: Selection, known: Iterable[str]) -> SelectorError:
     """The error for a selection that means no known replica, naming the known ones."""
     names = sorted(known)
+    if not names:
+        what = "there are no replicas yet: the inventory or what else names them is empty, add replicas there"
+        return SelectorError(what if selection.everything else f"no replica matches {selection.text!r}; {what}")
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return SelectorError(f"no replica matches {selection.text!r}; known: {shown or 'none'}")
+    return SelectorError(f"no replica matches {selection.text!r}; known: {shown}")

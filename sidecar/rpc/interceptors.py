@@ -223,7 +223,9 @@ class Gate(grpc.aio.ServerInterceptor):
 
     async def _end(self, method: str, context: Context, began: float, raised: BaseException) -> NoReturn:
         error = _as_failure(method, raised)
-        _log_call(method, context, began, error)
+        left = isinstance(raised, asyncio.CancelledError) and not self._authorizer.changes(method)
+        # Whoever watched or asked has gone, and nothing was to change: no news.
+        _log_call(method, context, began, error, logging.DEBUG if left else logging.INFO)
         # Raises; when the caller has gone meanwhile, it raises what gRPC itself takes as the end of the call.
         await abort(context, error, self.instance.trailing())
 
@@ -334,12 +336,13 @@ def _as_failure(method: str, raised: BaseException) -> Failure:
     )
 
 
-def _log_call(method: str, context: Context, began: float, error: Failure | None) -> None:
+def _log_call(method: str, context: Context, began: float, error: Failure | None, level: int = logging.INFO) -> None:
     took_ms = (time.monotonic() - began) * 1e3
     if error is None:
         LOG.debug("call method=%s peer=%s code=OK took_ms=%.1f", method, context.peer(), took_ms)
         return
-    LOG.info(
+    LOG.log(
+        level,
         "call method=%s peer=%s code=%s reason=%s request_id=%s took_ms=%.1f trace=%s message=%r",
         method,
         context.peer(),

@@ -20,6 +20,9 @@ Format = Literal["logfmt", "json"]
 FORMATS: Final = ("logfmt", "json")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
+_NUMBER: Final = re.compile(r"([a-z_][a-z0-9_]*)=%[-+ #0-9.]*[dif](?![a-z%])")
+"""Names of the pairs that the code writes as numbers: what only looks like one, such as a replica called 42, is none.
+"""
 _PAIR: Final = re.compile(r"(?:^|\s)([a-z_][a-z0-9_]*)=('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\S*)")
 
 
@@ -40,7 +43,15 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """One line; a trace goes into a field of its own."""
         text, pairs = split(record.getMessage())
-        fields = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name, "msg": text, **pairs}
+        numbers = set(_NUMBER.findall(str(record.msg)))
+        values = {key: _as_number(value) if key in numbers else value for key, value in pairs.items()}
+        fields = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "msg": text,
+            **values,
+        }
         if record.exc_info:
             fields["trace"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=True)
@@ -114,6 +125,12 @@ def split(message: str) -> tuple[str, dict[str, str]]:
         quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
         pairs.setdefault(match.group(1), value[1:-1] if quoted else value)
     return message[: first.start()].strip(), pairs
+
+
+def _as_number(text: str) -> int | float | str:
+    if not re.fullmatch(r"-?[0-9]{1,18}(\.[0-9]{1,18})?", text):
+        return text  # no number, or another text that came before it under the same name
+    return float(text) if "." in text else int(text)
 
 
 def _time(record: logging.LogRecord) -> str:

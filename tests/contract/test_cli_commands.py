@@ -404,8 +404,10 @@ def test_a_token_does_not_leave_the_machine_in_plain_text(tmp_path: Path) -> Non
 
 def test_contexts_can_be_made_chosen_and_used(tmp_path: Path) -> None:
     with fleet(tmp_path, FakeSidecar("r0")) as inventory:
-        assert kvctl(tmp_path, "config", "set-context", "lab", "--inventory", str(inventory)).returncode == 0
-        assert kvctl(tmp_path, "config", "set-context", "prod", "--coordinator", "h:7710", "--ca", "c").returncode == 0
+        first = kvctl(tmp_path, "config", "set-context", "lab", "--inventory", str(inventory))
+        assert (first.returncode, "the current one from now on" in first.stderr) == (0, True)
+        more = kvctl(tmp_path, "config", "set-context", "prod", "--coordinator", "h:7710", "--ca", "c")
+        assert (more.returncode, more.stderr) == (0, "context prod: coordinator h:7710\n")
         assert kvctl(tmp_path, "config", "use-context", "prod").returncode == 0
         listed = kvctl(tmp_path, "config", "get-contexts").stdout.splitlines()
         assert [line.split()[1] for line in listed if line.startswith("*")] == ["prod"]

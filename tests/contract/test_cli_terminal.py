@@ -129,6 +129,14 @@ def test_a_terminal_without_colour_is_drawn_on_all_the_same(tmp_path: Path, surr
     assert not COLOUR.search(seen)
 
 
+def test_the_foot_of_the_screen_says_which_fleet_it_is(tmp_path: Path) -> None:
+    with terminal() as at, top(tmp_path, at, TERM="xterm-256color") as process:
+        at.shows(b"FLOWING")
+        assert str(tmp_path)[:40].encode() in at.shows(b"   q quits")
+        at.press(b"q")
+        assert at.ends(process) == 0
+
+
 def test_ctrl_c_gives_the_terminal_back_and_is_a_way_to_end(tmp_path: Path) -> None:
     with terminal() as at, top(tmp_path, at, TERM="xterm-256color") as process:
         at.shows(b"FLOWING")

@@ -96,6 +96,15 @@ def test_a_fleet_is_not_made_of_arguments_of_the_wrong_kind(kind: type[aio.Fleet
         assert name in str(caught.value), (name, value)
 
 
+def test_an_inventory_that_cannot_be_read_is_a_wrong_argument_and_no_unavailable_replica(tmp_path: Path) -> None:
+    for content in (None, "replicas: 7"):
+        file = tmp_path / "fleet.yaml"
+        if content:
+            file.write_text(content)
+        with client.Fleet(inventory=file) as fleet, pytest.raises(errors.RequestInvalid, match=r"fleet\.yaml"):
+            fleet.replicas()
+
+
 def test_the_blocking_fleet_passes_every_argument_on() -> None:
     for method in set(METHODS) - {"watch_admission"}:
         mine = inspect.signature(getattr(client.Fleet, method)).parameters

@@ -114,6 +114,17 @@ async def test_a_call_that_failed_is_logged_with_the_request_id_it_was_about(ser
     assert "reason=CANCELLED request_id=the-id " in caplog.text
 
 
+async def test_a_watch_that_its_caller_left_is_no_news_and_a_change_that_was_given_up_is(served, caplog, monkeypatch):
+    monkeypatch.setitem(RULES, "/kvctl.v1.CacheAdmin/ResetPrefixCache", Role.OPERATOR)
+    with caplog.at_level(logging.INFO, "kvctl.rpc"):
+        await failure_of(served.stub.ResetPrefixCache(api.ResetPrefixCacheRequest()))
+        watch = served.stub.WatchAdmission(api.WatchAdmissionRequest())
+        await watch.read()
+        await failure_of(watch.read())
+    assert "ResetPrefixCache" in caplog.text
+    assert "WatchAdmission" not in caplog.text
+
+
 async def test_a_method_the_server_did_not_implement_has_its_reason(served):
     error = await failure_of(served.stub.CancelOperation(api.CancelOperationRequest()))
     assert (error.code, error.reason) == (Code.UNIMPLEMENTED, "METHOD_NOT_SERVED")

@@ -17,6 +17,7 @@ from sidecar.cli import checkup, live
 from sidecar.cli.finding import Finding
 from sidecar.cli.printers import admission, effects, encoding, operation, operations, replicas, style
 from sidecar.cli.printers.operation import told
+from sidecar.client import errors
 from sidecar.client.results import fleet_result
 from sidecar.coordinator import outcomes
 from sidecar.operator import status
@@ -461,6 +462,13 @@ def test_wide_says_of_an_only_engine_without_words_what_its_replica_said() -> No
     refused.reset.engines.add(status=engine_status(0, 9, "CONNECTOR_BUSY"))
     made.results.append(refused)
     assert "CONNECTOR_BUSY: 4 transfers left" in printed(lambda c: operation.print_wide(c, made), style.WIDE)
+
+
+def test_a_replica_known_by_its_address_alone_is_not_told_twice() -> None:
+    lost = row("127.0.0.1:9001", fleet_pb2.TARGET_OUTCOME_UNREACHABLE, "UNAVAILABLE", "REPLICA_UNREACHABLE")
+    lost.message = "127.0.0.1:9001: connection refused"
+    assert told(lost) == "REPLICA_UNREACHABLE: connection refused"
+    assert str(errors.error_for(lost.code, lost.reason, lost.message, lost.replica)) == lost.message
 
 
 def test_an_engine_that_refuses_a_resume_is_not_another_engine() -> None:

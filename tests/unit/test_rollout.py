@@ -40,6 +40,8 @@ def test_a_max_unavailable_that_means_nothing_is_refused_by_name(text: str) -> N
     with pytest.raises(PolicyError, match="expected a count") as refused:
         Policy.resolve(asked, 4)
     assert refused.value.field == "max_unavailable"
+    assert "a count of at least 1" in str(refused.value)
+    assert "1% to 100%" in str(refused.value)
 
 
 @pytest.mark.parametrize("field", ["max_unavailable", "canary", "min_healthy_time"])

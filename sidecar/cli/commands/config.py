@@ -97,7 +97,8 @@ def set_context(name: str, target: tuple[str, ...], **given: str | bool | None) 
     if not made.names_a_fleet:
         raise Refusal(f"context {name!r} names no fleet; give --coordinator, --target or --inventory")
     save_config(replace(found, contexts={**found.contexts, name: made}, current=found.current or name))
-    click.echo(f"context {name}: {_fleet(made)}", err=True)
+    first = "" if found.current else " (the current one from now on: commands without a fleet talk to it)"
+    click.echo(f"context {name}: {_fleet(made)}{first}", err=True)
 
 
 @config.command("delete-context")

@@ -158,7 +158,7 @@ def told(
         return (effect or row.message or otherwise) + earlier + health
     if row.outcome in (fleet_pb2.TARGET_OUTCOME_UNSPECIFIED, fleet_pb2.TARGET_OUTCOME_RUNNING):
         return row.message
-    text = _reason_and(row.reason, row.message)
+    text = _reason_and(row.reason, _text(row)[2] if row.replica == row.address else row.message)
     if row.reset.validate_only or row.reorder.validate_only or row.relieve.validate_only:
         return f"would refuse: {text}"
     return f"{text}; the other engines: {effect}" if effect else text

@@ -22,6 +22,10 @@ class SourceError(DiscoveryError, ValueError):
     """A text that names no source of targets at all: nobody was asked."""
 
 
+class InventoryUnreadable(DiscoveryError):  # noqa: N818 - the file is meant
+    """The file that names the replicas is not there or is no inventory, and never was while this process read it."""
+
+
 class Discovery(Protocol):
     """A source of targets."""
 

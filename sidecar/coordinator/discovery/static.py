@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from sidecar.coordinator.discovery import DiscoveryError
+from sidecar.coordinator.discovery import InventoryUnreadable
 from sidecar.coordinator.inventory import InventoryError, load_inventory
 from sidecar.coordinator.targets import Discovered, Target
 
@@ -48,7 +48,7 @@ class InventoryDiscovery:
                 self._stamp = stamp
         except (OSError, InventoryError) as error:
             if self._targets is None:
-                raise DiscoveryError(_explain(self._path, error)) from error
+                raise InventoryUnreadable(_explain(self._path, error)) from error
             return Discovered(
                 self._targets,
                 incomplete=True,
