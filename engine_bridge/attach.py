@@ -27,7 +27,7 @@ from engine_bridge.waker import Waker
 RESET_MODES: Final[dict[str, int]] = {"fail": 1, "preempt": 2, "keep": 3, "foreign": 4}
 """Values of Counters.last_reset_mode."""
 
-logger = logging.getLogger("kvctl.bridge")
+logger = logging.getLogger("vllm.kvctl")
 
 
 P = ParamSpec("P")

@@ -36,7 +36,7 @@ MAX_TEXT: Final = 2000
 """Longest message in an outcome, characters."""
 BUSY_RETRY_MS: Final = 100
 
-logger = logging.getLogger("kvctl.bridge")
+logger = logging.getLogger("vllm.kvctl")
 
 Reply = Callable[[protocol.Reply], None]
 

@@ -35,7 +35,7 @@ _SO_PEERGROUPS: Final = 59
 _MAX_GROUPS: Final = 256
 """Python reads socket options of at most 1,024 bytes, four a group."""
 
-logger = logging.getLogger("kvctl.bridge")
+logger = logging.getLogger("vllm.kvctl")
 
 Handler = Callable[[protocol.Request, Callable[[protocol.Reply], None]], None]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from engine_bridge import protocol
 from engine_bridge.page import PageError, PageReader
 
-logger = logging.getLogger("kvctl.bridge")
+logger = logging.getLogger("vllm.kvctl")
 
 _MAX_NOTE_BYTES = 64 * 1024
 _PIDS = 2**31

@@ -2,6 +2,8 @@
 
 Registering only wraps classes; a thread, a socket or a file exists only once an engine core does. KVCTL_BRIDGE=0
 switches the bridge off, and nothing that goes wrong here may keep vLLM from starting.
+
+The bridge logs below vLLM's own logger: its lines come out where vLLM's do, in vLLM's form and from vLLM's level on.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 
-logger = logging.getLogger("kvctl.bridge")
+logger = logging.getLogger("vllm.kvctl")
 
 _OFF = ("0", "off", "false", "no")
 

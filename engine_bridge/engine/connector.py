@@ -17,7 +17,7 @@ from engine_bridge.protocol import Tier, TierStateName
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-logger = logging.getLogger("kvctl.bridge")
+logger = logging.getLogger("vllm.kvctl")
 
 _WORST_FIRST: Final[tuple[TierStateName, ...]] = ("failed", "unsupported", "pending", "done")
 

@@ -23,9 +23,11 @@ by every method through which the caller changes the scheduler.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -36,7 +38,7 @@ from engine_bridge.engine.core import VllmEngine, rank_of
 from engine_bridge.engine.in_force import Layer, Layers
 from engine_bridge.page import Phase
 
-logger = logging.getLogger("kvctl.bridge")
+logger = logging.getLogger("vllm.kvctl")
 
 _MARK: Final = "_kvctl_hooked"
 _BRIDGE: Final = "_kvctl_bridge"
@@ -61,6 +63,9 @@ _LOCKED: Final = (
     "set_weight_version",
 )
 """What a caller in the same process may call and that changes what the bridge reads or changes."""
+
+_LONGEST_LEAVE_S: Final = 2.0
+"""A program that ends waits no longer than this for a step that another of its threads makes."""
 
 _NOTICED: Final = frozenset({"sleep", "wake_up", "reset_prefix_cache", "pause_scheduler"})
 """Of these, what is looked at afterwards: nobody may step the engine before the next one undoes its traces."""
@@ -240,6 +245,7 @@ def attach_in_process(engine: Any) -> attach.Bridge | None:
         threading.Thread(
             target=_serve, args=(bridge, port.steps, lock, wanted), name="kvctl-bridge", daemon=True
         ).start()
+        atexit.register(_leave, weakref.ref(bridge), lock, wanted)
 
     return _attach(engine, hook_and_start, wake=wanted.set, stopping=lambda: False)
 
@@ -294,6 +300,19 @@ def _hook_methods(engine: Any, port: VllmEngine, bridge: attach.Bridge, lock: An
     for layers in (counted, guarded, Layer(engine, "shutdown", close_and_shutdown)):
         layers.lay()
     bridge.before_step = lambda: _keep(counted, port)
+
+
+def _leave(bridge_of: weakref.ref[attach.Bridge], lock: Any, wanted: threading.Event) -> None:
+    """The program ends. Up to 0.30, vLLM does not shut down an engine that its program leaves as it is."""
+    bridge = bridge_of()
+    # Whoever still steps on a thread of its own may never let go, and the program must end.
+    if bridge is None or bridge.closed or not lock.acquire(timeout=_LONGEST_LEAVE_S):
+        return
+    try:
+        bridge.close()
+    finally:
+        lock.release()
+    wanted.set()
 
 
 def _serve(bridge: attach.Bridge, steps: Any, lock: Any, wanted: threading.Event) -> None:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-logger = logging.getLogger("kvctl.bridge")
+logger = logging.getLogger("vllm.kvctl")
 
 MOST_LAYERS: Final = 8
 """So often a method is laid over once more; somebody who insists on lying on top as well would have it without end."""

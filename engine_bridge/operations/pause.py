@@ -18,7 +18,7 @@ from engine_bridge.operations import Context, Lease, Memory, Verdict
 from engine_bridge.operations.reset import reset_for_lease
 from engine_bridge.port import EnginePort, Work
 
-logger = logging.getLogger("kvctl.bridge")
+logger = logging.getLogger("vllm.kvctl")
 
 _WRONG = "WRONG_SCHEDULING_STATE"
 _PENDING = (

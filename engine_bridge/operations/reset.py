@@ -19,7 +19,7 @@ from engine_bridge.port import EnginePort, Work
 HELD_RETRY_MS: Final = 500
 CONNECTOR_RETRY_MS: Final = 1000
 
-logger = logging.getLogger("kvctl.bridge")
+logger = logging.getLogger("vllm.kvctl")
 
 _NOT_REQUESTED: Final = protocol.Tier("not_requested")
 _NOT_RUN: Final = protocol.Tier("not_run", message="an earlier tier was refused")

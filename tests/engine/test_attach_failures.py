@@ -5,10 +5,12 @@ why, and the sidecar finds it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import threading
 from collections.abc import Iterator
+from logging.handlers import QueueHandler
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,26 @@ def test_a_bridge_that_cannot_even_be_closed_does_not_keep_the_engine_from_endin
     monkeypatch.undo()
     assert bridge.closed
     serves(loop, "after all")
+
+
+@pytest.mark.parametrize(("level", "told"), [(logging.INFO, True), (logging.WARNING, False)])
+def test_what_the_bridge_says_goes_where_vllms_own_lines_go_and_from_vllms_level_on(
+    loop: Loop, directory: Path, level: int, told: bool
+) -> None:
+    vllms = logging.getLogger("vllm")
+    before, said = vllms.level, queue.SimpleQueue[logging.LogRecord]()
+    handler = QueueHandler(said)
+    vllms.addHandler(handler)
+    vllms.setLevel(level)
+    try:
+        bridge = hooks.attach_to_process(loop.engine)
+        assert bridge is not None
+        bridge.break_down(RuntimeError("gone"))
+    finally:
+        vllms.setLevel(before)
+        vllms.removeHandler(handler)
+    lines = [said.get_nowait().getMessage() for _ in range(said.qsize())]
+    assert any("kvctl: engine bridge attached at" in line for line in lines) is told
 
 
 def test_a_wake_up_of_a_bridge_that_is_gone_reaches_no_stock_code(
