@@ -147,6 +147,20 @@ BUGS = (
         "test_the_most_actionable_code_wins_whatever_the_order_of_ranks",
     ),
     Bug(
+        "a timeout is swallowed",
+        AGGREGATE,
+        "            Code.DEADLINE_EXCEEDED,\n            _known_reason(submitted.reason,",
+        "            Code.OK,\n            _known_reason(submitted.reason,",
+        "test_every_ending_has_its_code",
+    ),
+    Bug(
+        "what had started when its time ran out passes for never begun",
+        "sidecar/backends/bridge/backend.py",
+        "if snapshot.has_started(mutation.request_id):",
+        "if False:",
+        "test_an_operation_that_had_started_is_unknown_until_asked_again_by_its_id",
+    ),
+    Bug(
         "an engine that died after its answer still counts as done",
         AGGREGATE,
         "if code is Code.OK and not answer.alive_after:",

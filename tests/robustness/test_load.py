@@ -12,7 +12,7 @@ import pytest
 from tests.robustness.load import BOUND, REPLICAS, WARM_UP, Watched, as_markdown, hold, write
 from tests.robustness.reliability_page import between
 
-SECONDS = float(os.environ.get("KVCTL_LOAD_SECONDS", "30"))
+SECONDS = float(os.environ.get("KVCTL_LOAD_SECONDS", "60"))
 
 
 @pytest.mark.timeout(BOUND * SECONDS + 600)
