@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -175,6 +176,31 @@ def test_shutting_down_removes_the_files_and_ends_the_threads(engine_dir: Path) 
         assert len(engine.sockets()) == 1
     assert list(engine_dir.iterdir()) == []
     eventually(threading.active_count, lambda count: count <= before)
+
+
+def test_a_program_that_ends_with_an_engine_that_nobody_shuts_down_leaves_no_files(engine_dir: Path) -> None:
+    program = """
+import os, pathlib
+from tests.engine.conftest import in_process_engine
+
+engine_dir = pathlib.Path(os.environ["KVCTL_ENGINE_DIR"])
+kept = in_process_engine(engine_dir)
+engine = kept.__enter__()
+# Since 0.31 vLLM's client shuts its engine down by itself.
+if hasattr(engine.client, "_finalizer"):
+    engine.client._finalizer.detach()
+print(len(list(engine_dir.glob("*.sock"))), flush=True)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "KVCTL_ENGINE_DIR": str(engine_dir)},
+        stdout=subprocess.PIPE,
+        timeout=200,
+        check=True,
+    )
+    assert run.stdout.split()[-1:] == [b"1"]
+    assert list(engine_dir.iterdir()) == []
 
 
 def test_the_switch_keeps_everything_out_of_the_process() -> None:
