@@ -177,11 +177,13 @@ class Controller:
     async def _admit(self, run: Run) -> bool:
         """The concurrency policy, once the new run's targets are known; whether it waited for others to end.
 
-        One at a time: two must not pass together.
+        What only checks changes nothing: it is in nobody's way, and nobody is in its. One at a time: two must not pass
+        together.
         """
         policy = run.resource.spec.concurrency_policy
+        exclusive = policy != "Allow" and not run.resource.spec.validate_only
         async with self._turn:
-            in_the_way = [] if policy == "Allow" else self._in_the_way(run)
+            in_the_way = self._in_the_way(run) if exclusive else []
             if in_the_way and policy == "Forbid":
                 other, shared = in_the_way[0]
                 raise NotToRun(
@@ -201,12 +203,15 @@ class Controller:
         return True
 
     def _in_the_way(self, run: Run) -> list[tuple[Run, int]]:
-        """Runs that were let in before on some of the same pods, and on how many."""
+        """Runs that were let in before and change some of the same pods, and how many."""
         mine = run.plan.pods if run.plan else set()
         others = [
             other
             for other in self._runs.values()
-            if other.admitted and not other.ended and (not run.admitted or other.turn < run.turn)
+            if other.admitted
+            and not other.ended
+            and (not run.admitted or other.turn < run.turn)
+            and not other.resource.spec.validate_only
         ]
         shared = [(other, len(other.plan.pods & mine) if other.plan else 0) for other in others]
         return [(other, count) for other, count in shared if count]

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -122,12 +122,14 @@ users: [{{name: t, user: {{}}}}]
 """
 
 
-def gate(cluster: Cluster, number: int) -> tuple[asyncio.Event, asyncio.Event]:
-    """(reached, open): the reset of one pod waits in the middle of its call."""
+def gate(
+    cluster: Cluster, number: int, which: Callable[[Any], bool] = lambda _: True
+) -> tuple[asyncio.Event, asyncio.Event]:
+    """(reached, open): the reset of one pod waits in the middle of its call, when its request is `which`."""
     reached, go = asyncio.Event(), asyncio.Event()
 
     async def wait(kind: str) -> None:
-        if kind == "reset":
+        if kind == "reset" and which(cluster.fakes[number].requests[-1]):
             reached.set()
             await go.wait()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from cluster import FINAL, KEEP, ROLLING, Cluster, gate
 
 # --- steering --------------------------------------------------------------------------------------------------------
@@ -181,3 +182,30 @@ async def test_allow_runs_both(cluster: Cluster) -> None:
         assert (await cluster.finished("second"))["phase"] == "Succeeded"
         go.set()
         await cluster.finished("first")
+
+
+@pytest.mark.parametrize("policy", ["Forbid", "Replace"])
+async def test_one_that_only_checks_runs_beside_another_and_cancels_none(cluster: Cluster, policy: str) -> None:
+    reached, go = gate(cluster, 1, lambda request: not request.validate_only)
+    async with cluster.operator():
+        await cluster.apply("wipe", KEEP)
+        await asyncio.wait_for(reached.wait(), 40)
+        await cluster.apply("check", {**KEEP, "validateOnly": True, "concurrencyPolicy": policy})
+        assert (await cluster.finished("check"))["phase"] == "Succeeded"
+        assert cluster.status("wipe")["phase"] == "Running"
+        go.set()
+        assert (await cluster.finished("wipe"))["phase"] == "Succeeded"
+
+
+@pytest.mark.parametrize("policy", ["Forbid", "Replace"])
+async def test_one_that_only_checks_is_in_nobodys_way(cluster: Cluster, policy: str) -> None:
+    reached, go = gate(cluster, 1, lambda request: request.validate_only)
+    async with cluster.operator():
+        await cluster.apply("check", {**KEEP, "validateOnly": True})
+        await asyncio.wait_for(reached.wait(), 40)
+        await cluster.apply("wipe", {**KEEP, "concurrencyPolicy": policy})
+        assert (await cluster.finished("wipe"))["phase"] == "Succeeded"
+        assert cluster.status("check")["phase"] == "Running"
+        go.set()
+        assert (await cluster.finished("check"))["phase"] == "Succeeded"
+    assert cluster.effects() == [1, 1, 1, 1]
