@@ -118,7 +118,11 @@ _BY_CODE: Final[dict[str, type[KvctlError]]] = {
     "CANCELLED": OperationCancelled,
     "INTERNAL": EngineFault,
 }
-_BY_REASON: Final[dict[str, type[KvctlError]]] = {"NOT_A_SIDECAR": NotASidecar, "OUTCOME_UNKNOWN": OutcomeUnknown}
+_BY_REASON: Final[dict[str, type[KvctlError]]] = {
+    "NOT_A_SIDECAR": NotASidecar,
+    "OUTCOME_UNKNOWN": OutcomeUnknown,
+    "UNCONFIRMED": OutcomeUnknown,
+}
 
 
 def error_for(code: str, reason: str, message: str, replica: str = "") -> KvctlError:

@@ -151,6 +151,8 @@ def of_failure(failure: Failure, *, sent: bool) -> fleet_pb2.TargetResult:
 def _told_by_sidecar(failure: Failure) -> tuple[fleet_pb2.TargetOutcome.ValueType, types_pb2.Execution.ValueType]:
     if failure.code in _DENIED or failure.reason in (NOT_A_SIDECAR, REPLICA_UNREACHABLE):
         return fleet_pb2.TARGET_OUTCOME_UNREACHABLE, types_pb2.EXECUTION_NOT_EXECUTED
+    if failure.code == "UNKNOWN":  # UNCONFIRMED: accepted, and nothing shows what came of it
+        return fleet_pb2.TARGET_OUTCOME_UNKNOWN, types_pb2.EXECUTION_UNKNOWN
     if failure.code != "DEADLINE_EXCEEDED":
         return fleet_pb2.TARGET_OUTCOME_FAILED, types_pb2.EXECUTION_UNSPECIFIED
     if failure.reason == OUTCOME_UNKNOWN:

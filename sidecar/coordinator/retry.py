@@ -36,6 +36,9 @@ WAITABLE_REFUSALS: Final = frozenset({"FAILED_PRECONDITION", "ABORTED"})
 FINAL_REFUSALS: Final = frozenset({"REQUEST_ID_REUSED", "NOT_DEADLOCKED", "RELIEF_EXHAUSTED", "WRONG_SCHEDULING_STATE"})
 """Refusals that the same request meets again, however long it waits."""
 
+NEVER_TOLD: Final = frozenset({"UNCONFIRMED"})
+"""Unknown for good: the engine took the request and said no more, so that to ask again teaches nothing."""
+
 TRANSPORT_REASONS: Final = frozenset({"", "REPLICA_UNREACHABLE"})
 """UNAVAILABLE with one of these came from the transport, not from a sidecar."""
 
@@ -156,8 +159,8 @@ class Retries:
 
 
 def outcome_unknown(result: fleet_pb2.TargetResult) -> bool:
-    """Whether the call may have had an effect that its answer does not tell."""
-    if result.execution == types_pb2.EXECUTION_NOT_EXECUTED:
+    """Whether the call may have had an effect that its answer does not tell, and a later one may."""
+    if result.execution == types_pb2.EXECUTION_NOT_EXECUTED or result.reason in NEVER_TOLD:
         return False
     if result.execution == types_pb2.EXECUTION_UNKNOWN or result.outcome == fleet_pb2.TARGET_OUTCOME_UNKNOWN:
         return True

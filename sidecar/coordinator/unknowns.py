@@ -19,7 +19,7 @@ from sidecar.coordinator.attempt import settled
 from sidecar.coordinator.live import wall_age_s
 from sidecar.coordinator.metrics import CoordinatorMetrics
 from sidecar.coordinator.port import Aim, Answer, Replicas
-from sidecar.coordinator.retry import outcome_unknown
+from sidecar.coordinator.retry import NEVER_TOLD, outcome_unknown
 from sidecar.coordinator.schema import StoreError
 from sidecar.coordinator.store import Store
 
@@ -88,6 +88,7 @@ class Unknowns:
             row
             for row in stored.operation.results
             if row.outcome == fleet_pb2.TARGET_OUTCOME_UNKNOWN and row.request_id and row.replica in aims
+            if row.reason not in NEVER_TOLD
         ]
         learned = await asyncio.gather(*(self._ask(aims[row.replica], row, since_s) for row in unknown))
         for row, answer in zip(unknown, learned, strict=True):

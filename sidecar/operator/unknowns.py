@@ -19,7 +19,7 @@ from kvctl.v1 import fleet_pb2
 from sidecar.coordinator.attempt import settled
 from sidecar.coordinator.pods import PodReplicas
 from sidecar.coordinator.port import Aim, Answer, JournalError, Replicas
-from sidecar.coordinator.retry import outcome_unknown
+from sidecar.coordinator.retry import NEVER_TOLD, outcome_unknown
 from sidecar.coordinator.unknowns import ASK_EVERY_S, ASK_FOR_S, ASK_TIMEOUT_S
 from sidecar.operator import status
 from sidecar.operator.ended import EndedTargets
@@ -133,7 +133,8 @@ class Unknowns:
 def _unknown(resource: Resource) -> list[str]:
     """Targets that may know what is not known here."""
     ledger = resource.status.ledger or {}
-    return [name for name, entry in ledger.items() if entry.outcome == "Unknown" and entry.request_id]
+    open_ones = [name for name, entry in ledger.items() if entry.outcome == "Unknown" and entry.request_id]
+    return [name for name in open_ones if ledger[name].reason not in NEVER_TOLD]
 
 
 def _age_s(resource: Resource) -> float:

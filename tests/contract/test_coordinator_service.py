@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvctl.v1 import fleet_pb2, types_pb2
+from kvctl.v1 import fleet_pb2, replica_pb2, types_pb2
 
 from sidecar.cli import exitcodes
 from sidecar.coordinator import app, running, service
@@ -204,6 +204,24 @@ async def test_an_outcome_that_was_unknown_is_asked_for_after_the_end_until_it_i
         assert learned.version > ended.version
         assert "kvctl_coordinator_operations_unknown 0.0" in (await running.page("/metrics"))[1]
     assert len(fake.effects) == 1
+
+
+async def test_an_outcome_that_no_engine_will_ever_tell_is_not_asked_for_again(tmp_path: Path) -> None:
+    fake = FakeSidecar()
+    fake.fail_with = [errors.failure(grpc.StatusCode.UNKNOWN, "UNCONFIRMED", "accepted, and nothing was confirmed")]
+    asked: list[object] = []
+
+    async def ask(request: object, _context: object) -> replica_pb2.GetOperationResponse:
+        asked.append(request)
+        return replica_pb2.GetOperationResponse()
+
+    fake.GetOperation = ask  # type: ignore[method-assign]
+    async with serving(fake) as addresses, coordinator(tmp_path, named(addresses)) as running:
+        ended = await running.run(keep_reset())
+        assert outcomes(ended) == {"r0": "UNKNOWN"}
+        await running.app._running.unknowns.ask_all()
+        assert "kvctl_coordinator_operations_unknown 0.0" in (await running.page("/metrics"))[1]
+    assert asked == []
 
 
 async def test_a_replica_whose_records_do_not_reach_back_cannot_say_that_nothing_was_executed(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ import pytest
 from fake_sidecar_server import FakeSidecar, refused, serving
 from kvctl.v1 import fleet_pb2, replica_pb2, types_pb2
 
+from sidecar.cli import exitcodes
+from sidecar.client.errors import OutcomeUnknown
+from sidecar.client.results import fleet_result
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.discovery.static import StaticDiscovery
 from sidecar.coordinator.fanout import Run
@@ -288,6 +291,20 @@ async def test_a_lost_answer_is_asked_for_and_not_called_again() -> None:
         operation = await run([Target(address)])
     assert len(fake.effects) == 1
     assert operation.results[0].outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED
+
+
+async def test_what_an_engine_accepted_and_never_confirmed_is_unknown_and_asked_for_no_more() -> None:
+    fake = FakeSidecar("r0")
+    text = "engine 0: vLLM's route answers 200 without looking whether the cache was cleared"
+    fake.fail_with = [failure(grpc.StatusCode.UNKNOWN, "UNCONFIRMED", text)]
+    async with serving(fake) as [address]:
+        operation = await run([Target(address)])
+    [row] = operation.results
+    assert (row.outcome, row.reason, row.attempts) == (fleet_pb2.TARGET_OUTCOME_UNKNOWN, "UNCONFIRMED", 1)
+    assert row.execution == types_pb2.EXECUTION_UNKNOWN
+    assert exitcodes.of_operation(operation) == exitcodes.Exit.UNKNOWN
+    [failed] = fleet_result(operation).failures
+    assert isinstance(failed, OutcomeUnknown)
 
 
 async def test_an_unanswered_call_is_unknown_and_never_failed() -> None:

@@ -30,6 +30,7 @@ NEXT: Final = {
     "REPLICA_UNREACHABLE": "check that the sidecar runs and listens there; see `kvctl doctor`",
     "NOT_A_SIDECAR": "name sidecars, one address a replica",
     "OUTCOME_UNKNOWN": "repeat it with --request-id {operation_id}",
+    "UNCONFIRMED": "vLLM does not say over HTTP what came of it: run it again, or install the engine bridge",
     "NOT_EXECUTED": "nothing happened there: try again with a longer --timeout",
     "NEVER_IDLE": "no idle moment came: a longer --timeout, or --mode keep",
     "BAD_CREDENTIALS": "check --token-file, or --cert and --key",
