@@ -157,7 +157,10 @@ def _told_by_sidecar(failure: Failure) -> tuple[fleet_pb2.TargetOutcome.ValueTyp
         return fleet_pb2.TARGET_OUTCOME_FAILED, types_pb2.EXECUTION_UNSPECIFIED
     if failure.reason == OUTCOME_UNKNOWN:
         return fleet_pb2.TARGET_OUTCOME_UNKNOWN, types_pb2.EXECUTION_UNKNOWN
-    return fleet_pb2.TARGET_OUTCOME_FAILED, types_pb2.EXECUTION_NOT_EXECUTED
+    done = failure.result is not None and any(engine.status.code == 0 for engine in failure.result.engines)
+    return fleet_pb2.TARGET_OUTCOME_FAILED, (
+        types_pb2.EXECUTION_UNSPECIFIED if done else types_pb2.EXECUTION_NOT_EXECUTED
+    )
 
 
 def of_record(record: replica_pb2.GetOperationResponse) -> fleet_pb2.TargetResult | None:

@@ -162,6 +162,10 @@ def fold(
     worst = min(judged, key=lambda j: ORDER.index(j.code))
     if worst.code is Code.OK:
         return Folded(response, Code.OK)
+    if worst.code is Code.DEADLINE_EXCEEDED:
+        # Of two ranks that were late, the one that may have begun speaks for the whole.
+        late = (j for j in judged if j.code is worst.code and j.execution == types.EXECUTION_UNKNOWN)
+        worst = next(late, worst)
     failed = [j for j in judged if j.code is not Code.OK]
     hints = [j.retry_after for j in failed if j.retry_after is not None]
     return Folded(
@@ -175,7 +179,7 @@ def fold(
             for j in failed
             if j.code is Code.FAILED_PRECONDITION
         ),
-        _metadata(request_id, worst, failed),
+        _metadata(request_id, worst, failed, judged),
     )
 
 
@@ -245,13 +249,16 @@ def _headline(worst: _Judged, failed: Sequence[_Judged], total: int, did: str) -
     return text + others
 
 
-def _metadata(request_id: str, worst: _Judged, failed: Sequence[_Judged]) -> dict[str, str]:
+def _metadata(request_id: str, worst: _Judged, failed: Sequence[_Judged], judged: Sequence[_Judged]) -> dict[str, str]:
     found = {"request_id": request_id, "engines_failed": ",".join(str(j.answer.rank) for j in failed)[:200]}
     submitted = worst.answer.submitted
     if isinstance(submitted, Answered) and submitted.outcome.other_request_id:
         found["other_request_id"] = submitted.outcome.other_request_id
-    if worst.execution != types.EXECUTION_UNSPECIFIED:
-        found["execution"] = types.Execution.Name(worst.execution).removeprefix("EXECUTION_")
+    executions = {j.execution for j in judged}
+    if types.EXECUTION_UNKNOWN in executions:
+        found["execution"] = "UNKNOWN"
+    elif executions == {types.EXECUTION_NOT_EXECUTED}:
+        found["execution"] = "NOT_EXECUTED"  # of the whole only where it is true of every rank
     return found
 
 

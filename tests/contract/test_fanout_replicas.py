@@ -293,6 +293,21 @@ async def test_a_lost_answer_is_asked_for_and_not_called_again() -> None:
     assert operation.results[0].outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED
 
 
+@pytest.mark.parametrize("other", [0, 4])
+async def test_a_replica_of_which_one_rank_did_it_is_not_one_where_nothing_was_executed(other: int) -> None:
+    fake = FakeSidecar("r0", engines=2)
+    result = replica_pb2.ResetPrefixCacheResponse()
+    result.engines.add().status.code = 4
+    result.engines.add().status.code = other
+    text = "engine 0: the deadline passed before it began"
+    fake.fail_with = [failure(grpc.StatusCode.DEADLINE_EXCEEDED, "NOT_EXECUTED", text, result=result)]
+    async with serving(fake) as [address]:
+        operation = await run([Target(address)])
+    [row] = operation.results
+    nothing = row.execution == types_pb2.EXECUTION_NOT_EXECUTED
+    assert (row.outcome, nothing) == (fleet_pb2.TARGET_OUTCOME_FAILED, other != 0)
+
+
 async def test_what_an_engine_accepted_and_never_confirmed_is_unknown_and_asked_for_no_more() -> None:
     fake = FakeSidecar("r0")
     text = "engine 0: vLLM's route answers 200 without looking whether the cache was cleared"

@@ -114,6 +114,28 @@ def test_the_most_actionable_code_wins_whatever_the_order_of_ranks():
         assert folded.code is min(one, other, key=ORDER.index)
 
 
+LATE = Lost("not_executed", "the deadline passed before it began")
+DOUBTFUL = Lost("unknown", "it had begun")
+HELD = outcome("refused", "BLOCKS_HELD_BY_TRANSFERS", "x")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason", "execution"),
+    [
+        ([LATE, LATE], "NOT_EXECUTED", "NOT_EXECUTED"),
+        ([LATE, DOUBTFUL], "OUTCOME_UNKNOWN", "UNKNOWN"),
+        ([LATE, outcome("done")], "NOT_EXECUTED", None),
+        ([LATE, HELD], "NOT_EXECUTED", None),
+        ([outcome("raised", "OPERATION_RAISED", "x"), DOUBTFUL], "OPERATION_RAISED", "UNKNOWN"),
+        ([HELD, outcome("done")], "BLOCKS_HELD_BY_TRANSFERS", None),
+    ],
+)
+def test_the_whole_was_not_executed_only_where_no_rank_did_and_is_unknown_where_one_is(ranks, reason, execution):
+    for order in itertools.permutations(ranks):
+        folded = fold("reset", ID, [answer(each, rank) for rank, each in enumerate(order)])
+        assert (folded.reason, folded.metadata.get("execution")) == (reason, execution)
+
+
 def test_a_process_that_died_after_its_answer_is_not_ok():
     folded = fold("reset", ID, [answer(outcome(), alive_after=False)])
     assert (folded.code, folded.reason) == (Code.UNAVAILABLE, "ENGINE_DIED_DURING_OPERATION")
