@@ -108,6 +108,8 @@ def bind(server: grpc.aio.Server, settings: ServerSettings) -> list[Address]:
     credentials = settings.tls.credentials() if settings.tls else None
     bound: list[Address] = []
     for address in settings.listen:
+        # gRPC makes a socket and listens on it in one step: nobody else may connect before its mode is set.
+        mask = os.umask(0o177) if address.kind == "unix" else None
         try:
             if credentials is None or address.kind == "unix":
                 port = server.add_insecure_port(address.target)
@@ -116,8 +118,11 @@ def bind(server: grpc.aio.Server, settings: ServerSettings) -> list[Address]:
         except RuntimeError as error:
             why = addresses.why_not_bindable(address) or f"{address}: gRPC could not bind it: {error}"
             raise CannotListen(why) from error
+        finally:
+            if mask is not None:
+                os.umask(mask)
         if address.kind == "unix":
-            Path(address.path).chmod(0o600)
+            Path(address.path).chmod(0o600)  # a directory with an ACL of its own heeds no umask
             bound.append(address)
         else:
             bound.append(address.with_port(port))

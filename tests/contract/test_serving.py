@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -229,3 +231,26 @@ def test_a_sidecar_survives_it_and_an_operation_under_way_keeps_its_result(tmp_p
     finally:
         sidecar.end()
         engine.end()
+
+
+async def test_nobody_else_can_connect_to_a_unix_socket_not_even_as_it_appears(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    appeared: list[int] = []
+    really = Path.chmod
+
+    def note(path: Path, mode: int) -> None:
+        appeared.append(stat.S_IMODE(path.stat().st_mode))
+        really(path, mode)
+
+    monkeypatch.setattr(Path, "chmod", note)
+    server = Serving(ServerSettings([addresses.parse_listen(f"unix:{short_folder}/s")], Authorizer(RULES)), [])
+    before = os.umask(0)
+    try:
+        server.bind()
+        during = os.umask(0)
+    finally:
+        os.umask(before)
+    assert (appeared, during) == ([0o600], 0)
+    await server.start()
+    await server.stop(0)
