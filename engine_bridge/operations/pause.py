@@ -216,9 +216,11 @@ def end_lease(port: EnginePort, context: Context) -> Work[Verdict]:
         logger.warning("kvctl: lease of pause %s %s: caches reset, %s", lease.request_id, how, then)
     else:
         logger.error(
-            "kvctl: lease of pause %s %s before its weights were declared whole: caches reset, still paused",
+            "kvctl: lease of pause %s %s before its weights were declared whole: caches reset, still paused; their "
+            "version was %r before",
             lease.request_id,
             how,
+            lease.version_before,
         )
     return Verdict("done", _result(port, memory, context.clock(), ended_by_lease=True))
 

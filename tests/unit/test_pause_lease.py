@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import queue
+from logging.handlers import QueueHandler
 from typing import Any
 
 import pytest
@@ -260,6 +263,22 @@ def test_an_abandoned_update_leaves_weights_of_an_unknown_version_until_a_resume
     assert world.replies[-1].result.weight_version == UNKNOWN_VERSION
     resume(world, "step-2")
     assert world.engine.version == "step-2"
+
+
+def test_the_version_before_an_abandoned_update_is_in_the_log(world: World) -> None:
+    said = queue.SimpleQueue[logging.LogRecord]()
+    handler = QueueHandler(said)
+    logger = logging.getLogger("vllm.kvctl")
+    logger.addHandler(handler)
+    try:
+        world.engine.version = "step-1"
+        lease = pause(world, 60)
+        run_out(world, lease)
+    finally:
+        logger.removeHandler(handler)
+    line = said.get_nowait().getMessage()
+    assert lease in line
+    assert "'step-1'" in line
 
 
 def test_an_abandoned_update_that_vllm_itself_resumes_is_of_an_unknown_version_too(world: World) -> None:
