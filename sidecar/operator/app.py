@@ -192,9 +192,10 @@ class Operator:
         return Page(b"alive\n")
 
     def _readyz(self) -> Page:
-        if self._watching.is_set():
-            return Page(b"leading\n" if self._election.leads() else b"standing by\n")
-        return Page(b"not watching yet\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        trouble = "not watching yet" if not self._watching.is_set() else self._election.trouble
+        if trouble:
+            return Page(f"{trouble}\n".encode(), HTTPStatus.SERVICE_UNAVAILABLE)
+        return Page(b"leading\n" if self._election.leads() else b"standing by\n")
 
     def _metrics_page(self) -> Page:
         self._metrics.active.set(self.controller.active)

@@ -24,6 +24,8 @@ from sidecar.coordinator.discovery.kube_api import Api, ApiError
 
 LOG: Final = logging.getLogger(__name__)
 
+_NOT_ASKED: Final = "the lease has not been asked for yet"
+
 
 class LeaseSpec(msgspec.Struct, rename="camel", omit_defaults=True):
     """The record."""
@@ -83,6 +85,8 @@ class Election:
         self._namespace, self._name, self._identity = namespace, name, identity
         self._timing = timing or Timing()
         self._clock = clock
+        self.trouble = _NOT_ASKED
+        """Why nothing is known of the lease; empty when the API server answered the last time."""
         self._renewed_at = -float("inf")
         self._seen: tuple[str | None, str | None, str | None] | None = None
         self._seen_at = 0.0
@@ -113,21 +117,31 @@ class Election:
         return self.leads()
 
     async def _attempt(self) -> None:
-        began = self._clock()
         try:
-            lease = await self._read()
-            if lease is None:
-                await self._write("POST", self._path, Lease(self._meta(None), self._claim(None)))
-                self._renewed_at = began
-                return
-            if not self._may_take(lease):
-                return
-            await self._write("PUT", self._one, Lease(self._meta(lease), self._claim(lease.spec)))
-            self._renewed_at = began
+            await self._take_or_renew()
         except (ApiError, DiscoveryError) as error:
             # A conflict means that another candidate was faster; anything else is told, and tried again.
-            if not (isinstance(error, ApiError) and error.status == 409):
-                LOG.warning("lease %s/%s: %s", self._namespace, self._name, error)
+            conflict = isinstance(error, ApiError) and error.status == 409
+            self._see("" if conflict else str(error))
+        else:
+            self._see("")
+
+    def _see(self, trouble: str) -> None:
+        if trouble and trouble != self.trouble:
+            LOG.warning("lease %s/%s: %s", self._namespace, self._name, trouble)
+        if self.trouble not in ("", _NOT_ASKED) and not trouble:
+            LOG.info("lease %s/%s: the Kubernetes API answers again", self._namespace, self._name)
+        self.trouble = trouble
+
+    async def _take_or_renew(self) -> None:
+        began = self._clock()
+        lease = await self._read()
+        if lease is None:
+            await self._write("POST", self._path, Lease(self._meta(None), self._claim(None)))
+            self._renewed_at = began
+        elif self._may_take(lease):
+            await self._write("PUT", self._one, Lease(self._meta(lease), self._claim(lease.spec)))
+            self._renewed_at = began
 
     def _may_take(self, lease: Lease) -> bool:
         spec = lease.spec

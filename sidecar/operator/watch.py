@@ -19,7 +19,7 @@ import msgspec
 
 from sidecar.coordinator.discovery.kube_access import Access
 from sidecar.coordinator.discovery.kube_rows import Pod
-from sidecar.operator.login import connection
+from sidecar.operator.login import Login
 from sidecar.operator.resource import GROUP, PLURAL, VERSION, Resource, read
 
 LOG: Final = logging.getLogger(__name__)
@@ -85,7 +85,12 @@ class Watch:
         settings.scanning.disabled = True  # the CRD and the namespace are there before the operator is
         settings.watching.server_timeout = WATCH_SECONDS
         settings.process.ultimate_exiting_timeout = None
-        kopf.on.login(registry=registry)(self._login)
+        login = Login(self._access)
+
+        async def credentials(**_: object) -> kopf.ConnectionInfo:
+            return await login.again()
+
+        kopf.on.login(registry=registry)(credentials)
         kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)(self._operation_event)
         # All pods: a filter on the annotation would not tell that it was taken away.
         kopf.on.event("", "v1", "pods", registry=registry)(self._pod_event)
@@ -97,9 +102,6 @@ class Watch:
             stop_flag=self._stopping,
             ready_flag=began,
         )
-
-    def _login(self, **_: object) -> kopf.ConnectionInfo:
-        return connection(self._access)
 
     async def _operation_event(self, event: Body, **_: object) -> None:
         body, deleted = _unpacked(event)

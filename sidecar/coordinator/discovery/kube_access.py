@@ -49,8 +49,18 @@ class Access:
             try:
                 return {"Authorization": f"Bearer {tls.read_token(self.token_file)}"}
             except (OSError, ValueError) as error:
-                raise DiscoveryError(f"{error}; it comes with the pod's service account") from error
+                told = error.strerror if isinstance(error, OSError) else error
+                raise DiscoveryError(f"{told}; it comes with the pod's service account") from error
         return {"Authorization": f"Bearer {self.token.strip()}"} if self.token else {}
+
+    @property
+    def described(self) -> str:
+        """What it shows of itself, in a few words."""
+        if self.token_file is not None:
+            return f"the token in {self.token_file}"
+        if self.token:
+            return "the token of the kubeconfig"
+        return "the client certificate" if self.cert_file or self.cert_data else "a caller without credentials"
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
         """Changes when a certificate was replaced: connect afresh then."""

@@ -263,6 +263,8 @@ def _expected(url: str) -> str:
 
 
 def _advice(error: ApiError) -> str:
-    if error.status in (401, 403):
+    if error.status == 401:
+        return f"{error}. The credentials are refused: a token that has expired, or of another cluster"
+    if error.status == 403:
         return f"{error}. The service account needs list and watch on it: deploy/kustomize/base/operator-rbac.yaml"
     return str(error)
