@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -396,23 +397,70 @@ def test_a_kubeconfig_s_current_context_is_used(tmp_path: Path) -> None:
     assert (access.ca_file, access.token_file) == (tmp_path / "ca.crt", tmp_path / "token")
 
 
+def a_kubeconfig(
+    cluster: str = "server: 'https://api:6443'", user: str = "", context: str = "cluster: c, user: u"
+) -> str:
+    return (
+        f"{{current-context: b, contexts: [{{name: b, context: {{{context}}}}}], "
+        f"clusters: [{{name: c, cluster: {{{cluster}}}}}], users: [{{name: u, user: {{{user}}}}}]}}"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("x: [", "no usable current context"),
-        ("{}", "no usable current context"),
+        ("x: [", "it is not YAML, line 1: "),
+        ("[" * 5000, "it is not YAML: too deep"),
+        ("\xff\xfe", "it is not UTF-8 text; expected YAML"),
+        ("", "it is empty; expected clusters, users, contexts and current-context"),
+        ("hello", "it holds a str, not a mapping; expected clusters"),
+        ("{}", "it names no current-context; it has no contexts at all"),
+        ("{contexts: [{name: b}, {name: a}]}", "it names no current-context; choose one with .*: a, b"),
+        ("{current-context: b}", "no context is named 'b'; it has no contexts at all"),
+        ("{current-context: b, contexts: {}}", "no context is named 'b'"),
+        ("{current-context: b, contexts: x}", "contexts is no list"),
+        ("{current-context: b, contexts: [{name: a}]}", "no context is named 'b'; choose one with .*: a$"),
+        ("{current-context: b, contexts: [{name: b}]}", "context 'b' is empty"),
+        (a_kubeconfig(context="user: u"), "context 'b': it has no cluster"),
+        (a_kubeconfig(context="cluster: x"), "no cluster is named 'x'; there: c"),
+        (a_kubeconfig(context="cluster: c, user: x"), "no user is named 'x'; there: u"),
+        (a_kubeconfig("proxy-url: x"), "cluster 'c': it has no server"),
+        (a_kubeconfig("server: 'api:6443'"), "cluster 'c': server is 'api:6443'; expected a URL, e.g. https"),
+        (a_kubeconfig(user="token: 1234"), "user 'u': token is no text but int; put it in quotes"),
         (
-            "{current-context: b, contexts: [{name: b, context: {cluster: c, user: u}}], "
-            "clusters: [{name: c, cluster: {server: s}}], users: [{name: u, user: {exec: {command: x}}}]}",
-            "plugin",
+            a_kubeconfig(user="client-key-data: abc"),
+            r"user 'u': client-key-data is not base64 \(Incorrect padding\); expected a PEM file, encoded",
         ),
+        (
+            a_kubeconfig("server: 'https://api', certificate-authority-data: /+8="),
+            "cluster 'c': certificate-authority-data is base64 of something that is no PEM file",
+        ),
+        (a_kubeconfig(user="exec: {command: x}"), "its user logs in by a plugin, which is not supported; use a token"),
     ],
 )
-def test_a_kubeconfig_that_cannot_be_used_says_why(tmp_path: Path, text: str, why: str) -> None:
+def test_a_kubeconfig_that_cannot_be_used_names_the_file_what_was_found_and_what_was_expected(
+    tmp_path: Path, text: str, why: str
+) -> None:
     path = tmp_path / "config"
-    path.write_text(text)
-    with pytest.raises(DiscoveryError, match=why):
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(DiscoveryError, match=f"^kubeconfig {path}: {why}"):
         kube_access.from_kubeconfig(path)
+
+
+def test_a_kubeconfig_that_is_not_there_names_the_file_and_the_uid(tmp_path: Path) -> None:
+    with pytest.raises(
+        DiscoveryError, match=rf"^kubeconfig {tmp_path}/none: it cannot be read by uid \d+: No such file"
+    ):
+        kube_access.from_kubeconfig(tmp_path / "none")
+
+
+def test_inline_certificates_and_a_user_without_credentials_are_read(tmp_path: Path) -> None:
+    pem = "-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----\n"
+    path = tmp_path / "config"
+    data = base64.b64encode(pem.encode()).decode()
+    path.write_text(a_kubeconfig(f"server: 'https://api', certificate-authority-data: {data}", context="cluster: c"))
+    access = kube_access.from_kubeconfig(path)
+    assert (access.ca_data, access.token, access.cert_data, access.namespace) == (pem, "", b"", "default")
 
 
 async def test_the_command_line_finds_pods_and_leaves_no_connection_open(cluster: Cluster, tmp_path: Path) -> None:

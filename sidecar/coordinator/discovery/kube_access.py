@@ -24,9 +24,6 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where kubelet mounts a pod's credentials."""
 
 
-_Entry = dict[str, "str | dict[str, str]"]
-
-
 @dataclass(frozen=True, slots=True)
 class Access:
     """How to reach the API server. Secrets are file names, or content where a kubeconfig file carries them inline."""
@@ -129,43 +126,114 @@ def in_cluster(folder: Path = SERVICE_ACCOUNT) -> Access:
 
 
 def from_kubeconfig(path: Path) -> Access:
-    """The current context of a kubeconfig file."""
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        context = _named(config, "contexts", config["current-context"], "context")
-        cluster = _named(config, "clusters", context["cluster"], "cluster")
-        user = _named(config, "users", context["user"], "user") if "user" in context else {}
-        server = cluster["server"]
-    except OSError as error:
-        raise DiscoveryError(
-            f"kubeconfig {path} cannot be read by uid {os.getuid()}: {error.strerror or error}"
-        ) from error
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise DiscoveryError(f"kubeconfig {path} has no usable current context: {error!r}") from error
-    if "exec" in user or "auth-provider" in user:
+    """The current context of a kubeconfig file. DiscoveryError names the file, what was found and what was expected."""
+    config = _Kubeconfig(path)
+    context = config.entry("context", config.current)
+    cluster = config.entry("cluster", context.text("cluster"))
+    user = config.entry("user", context.text("user")) if "user" in context.fields else _Entry(path, "no user", {})
+    if "exec" in user.fields or "auth-provider" in user.fields:
         raise DiscoveryError(f"kubeconfig {path}: its user logs in by a plugin, which is not supported; use a token")
-
-    def file(where: dict[str, str], key: str) -> Path | None:
-        return path.parent / where[key] if key in where else None
-
+    server = cluster.text("server")
+    if not server.startswith(("https://", "http://")):
+        raise cluster.wrong(f"server is {server!r}; expected a URL, e.g. https://10.0.0.1:6443")
     return Access(
         server=server.rstrip("/"),
-        namespace=context.get("namespace", "default"),
-        ca_file=file(cluster, "certificate-authority"),
-        ca_data=base64.b64decode(cluster.get("certificate-authority-data", "")).decode("ascii"),
-        token_file=file(user, "tokenFile"),
-        token=user.get("token", ""),
-        cert_file=file(user, "client-certificate"),
-        key_file=file(user, "client-key"),
-        cert_data=base64.b64decode(user.get("client-certificate-data", "")),
-        key_data=base64.b64decode(user.get("client-key-data", "")),
+        namespace=context.text("namespace", "default"),
+        ca_file=cluster.file("certificate-authority"),
+        # Only comments around a certificate are ever anything but ASCII.
+        ca_data=cluster.pem("certificate-authority-data").decode("ascii", "ignore"),
+        token_file=user.file("tokenFile"),
+        token=user.text("token", ""),
+        cert_file=user.file("client-certificate"),
+        key_file=user.file("client-key"),
+        cert_data=user.pem("client-certificate-data"),
+        key_data=user.pem("client-key-data"),
     )
 
 
-def _named(config: dict[str, list[_Entry]], group: str, name: str, key: str) -> dict[str, str]:
-    for entry in config[group]:
-        if entry["name"] == name:
-            found = entry[key]
-            if isinstance(found, dict):
-                return found
-    raise ValueError(f"no {key} is named {name!r}")
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A context, cluster or user of a kubeconfig file."""
+
+    path: Path
+    called: str
+    """As in: cluster 'prod'."""
+    fields: dict[str, object]
+
+    def wrong(self, what: str) -> DiscoveryError:
+        return DiscoveryError(f"kubeconfig {self.path}: {self.called}: {what}")
+
+    def text(self, key: str, otherwise: str | None = None) -> str:
+        """A field that is text; missing, it is `otherwise`, or wrong where that is None."""
+        found = self.fields.get(key)
+        if isinstance(found, str) and (found or otherwise is not None):
+            return found
+        if found is not None and found != "":
+            raise self.wrong(f"{key} is no text but {type(found).__name__}; put it in quotes")
+        if otherwise is None:
+            raise self.wrong(f"it has no {key}")
+        return otherwise
+
+    def file(self, key: str) -> Path | None:
+        """A file name, taken from where the kubeconfig file is."""
+        name = self.text(key, "")
+        return self.path.parent / name if name else None
+
+    def pem(self, key: str) -> bytes:
+        """What an inline certificate or key is; empty where there is none."""
+        try:
+            content = base64.b64decode(self.text(key, ""))
+        except ValueError as error:
+            raise self.wrong(f"{key} is not base64 ({error}); expected a PEM file, encoded") from error
+        if content and b"-----BEGIN " not in content:
+            raise self.wrong(f"{key} is base64 of something that is no PEM file; expected -----BEGIN ... in it")
+        return content
+
+
+class _Kubeconfig:
+    """A kubeconfig file, read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise self._wrong(f"it cannot be read by uid {os.getuid()}: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise self._wrong("it is not UTF-8 text; expected YAML") from error
+        except (yaml.YAMLError, RecursionError) as error:
+            mark = getattr(error, "problem_mark", None)
+            line = f", line {mark.line + 1}" if mark else ""
+            raise self._wrong(f"it is not YAML{line}: {getattr(error, 'problem', None) or 'too deep'}") from error
+        if not isinstance(content, dict):
+            found = "it is empty" if content is None else f"it holds a {type(content).__name__}, not a mapping"
+            raise self._wrong(f"{found}; expected clusters, users, contexts and current-context")
+        self._content: dict[str, object] = content
+        current = content.get("current-context")
+        if not isinstance(current, str) or not current:
+            raise self._wrong(f"it names no current-context; {self._choose()}")
+        self.current = current
+
+    def entry(self, key: str, name: str) -> _Entry:
+        """The context, cluster or user of that name."""
+        named = self._named(key)
+        if name not in named:
+            there = self._choose() if key == "context" else f"there: {', '.join(sorted(named)) or 'none'}"
+            raise self._wrong(f"no {key} is named {name!r}; {there}")
+        found = named[name]
+        if not isinstance(found, dict):
+            raise self._wrong(f"{key} {name!r} is {'empty' if found is None else 'no mapping'}")
+        return _Entry(self._path, f"{key} {name!r}", found)
+
+    def _named(self, key: str) -> dict[str, object]:
+        listed = self._content.get(f"{key}s") or []
+        if not isinstance(listed, list):
+            raise self._wrong(f"{key}s is no list; expected '- name: ...' items")
+        return {str(each.get("name")): each.get(key) for each in listed if isinstance(each, dict)}
+
+    def _choose(self) -> str:
+        names = ", ".join(sorted(self._named("context")))
+        return f"choose one with `kubectl config use-context NAME`: {names}" if names else "it has no contexts at all"
+
+    def _wrong(self, what: str) -> DiscoveryError:
+        return DiscoveryError(f"kubeconfig {self._path}: {what}")
