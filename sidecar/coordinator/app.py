@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import logging
 import os
 import signal
@@ -40,12 +39,12 @@ from sidecar.coordinator.schema import StoreError
 from sidecar.coordinator.service import RULES, SERVICE, FleetAdmin
 from sidecar.coordinator.store import Store, StoreLock
 from sidecar.coordinator.targets import Discovered
-from sidecar.rpc import addresses, logs
+from sidecar.rpc import addresses, logs, ready_file
 from sidecar.rpc import server as rpc_server
-from sidecar.rpc.addresses import Address
 from sidecar.rpc.audit import STDOUT, AuditLog
 from sidecar.rpc.health import Health
 from sidecar.rpc.plain_http import Page, PlainHttp
+from sidecar.rpc.ready_file import ReadyFile
 from sidecar.rpc.server import CannotListen, ServerSettings
 from sidecar.rpc.serving import Serving
 
@@ -76,6 +75,7 @@ def check(config: Config) -> str:
     found = asyncio.run(_look_once(discovery))
     _make_folder(config.store)
     StoreLock(config.store).release()
+    ready_file.check(config.ready_file)
     _audit_log(config).close()
     lines = {
         "replicas": f"{discovery.describe()}: {len(found.targets)} now",
@@ -150,6 +150,7 @@ class Application:
         self, settings: ServerSettings, discovery: Discovery, channels: Channels, audit: FleetAudit
     ) -> int:
         config = self._config
+        ready_file.check(config.ready_file)
         self._metrics = CoordinatorMetrics()
         retention = Retention(config.keep_operations, config.keep_for)
         self._running = Running(self._store, discovery, channels, self._metrics, audit, retention)
@@ -162,6 +163,7 @@ class Application:
         bound = server.bind()
         http = PlainHttp({"/metrics": self._metrics_page, "/livez": self._livez, "/readyz": self._readyz})
         background: list[asyncio.Task[None]] = []
+        ready: ReadyFile | None = None
         try:
             metrics_at = await http.start(config.metrics) if config.metrics is not None else None
             await self._resume()
@@ -184,7 +186,7 @@ class Application:
             if not settings.authorizer.enforced and not all(address.is_local for address in bound):
                 LOG.warning("serving other machines without credentials: anyone who can connect is admin")
             if config.ready_file is not None:
-                _write_ready(config.ready_file, bound, metrics_at)
+                ready = ReadyFile(config.ready_file, bound, metrics_at)
             await self._stop.wait()
             LOG.info("stopping grace_s=%.1f", config.grace)
             self._health.drain()
@@ -195,8 +197,8 @@ class Application:
             await asyncio.gather(*background, return_exceptions=True)
             await server.stop(_CLOSE_S)
             await http.close()
-            if config.ready_file is not None:
-                config.ready_file.unlink(missing_ok=True)
+            if ready is not None:
+                ready.remove()
         return 0
 
     async def _resume(self) -> None:
@@ -265,17 +267,3 @@ def _make_folder(store: Path) -> None:
         raise OSError(
             error.errno, f"the folder of the store {store} cannot be made by uid {os.getuid()}: {error.strerror}"
         ) from error
-
-
-def _write_ready(path: Path, bound: list[Address], metrics_at: Address | None) -> None:
-    """Whole or not at all: whoever waits for the file must not read half of it."""
-    content = {
-        "pid": os.getpid(),
-        "listen": [str(address) for address in bound],
-        "metrics": str(metrics_at) if metrics_at else "",
-    }
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    partial.rename(path)

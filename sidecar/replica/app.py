@@ -9,14 +9,10 @@ within the grace and recorded, then everything closes. A second SIGTERM leaves a
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import json
 import logging
 import os
 import signal
 from http import HTTPStatus
-from pathlib import Path
 from typing import Final
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -32,12 +28,12 @@ from sidecar.replica.operations import Operations
 from sidecar.replica.sampler import Sampler
 from sidecar.replica.service import ACCESS, SERVICE, CacheAdmin
 from sidecar.replica.watch import Watchers
-from sidecar.rpc import addresses, logs, tracing
+from sidecar.rpc import addresses, logs, ready_file, tracing
 from sidecar.rpc import server as rpc_server
-from sidecar.rpc.addresses import Address
 from sidecar.rpc.health import Health
 from sidecar.rpc.late_calls import Instance
 from sidecar.rpc.plain_http import Page, PlainHttp
+from sidecar.rpc.ready_file import ReadyFile
 from sidecar.rpc.server import CannotListen, ServerSettings
 from sidecar.rpc.serving import Serving
 from sidecar.rpc.tls import check_certificates, read_token
@@ -69,21 +65,12 @@ def check(config: Config) -> str:
     if config.engine_token_file is not None:
         read_token(config.engine_token_file)
     AuditLog(config.audit_log, config.name).close()
-    check_ready_file(config.ready_file)
+    ready_file.check(config.ready_file)
     if config.engine_url:
         from sidecar.backends.http.client import parse_url  # memory: only where it is used
 
         parse_url(config.engine_url)
     return describe(config, settings)
-
-
-def check_ready_file(path: Path | None) -> None:
-    """OSError when it could not be written once serving: too late to say so then."""
-    if path is not None and path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, f"--ready-file {path} is a directory; expected a file's name")
-    if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
-        why = "may not write in it" if path.parent.is_dir() else "finds no such directory"
-        raise OSError(errno.EACCES, f"--ready-file {path}: uid {os.getuid()} {why}")
 
 
 def describe(config: Config, settings: ServerSettings) -> str:
@@ -145,7 +132,7 @@ class Application:
         """From start to end."""
         self._take_signals()
         config = self._config
-        check_ready_file(config.ready_file)
+        ready_file.check(config.ready_file)
         settings = server_settings(config)
         audit = AuditLog(config.audit_log, config.name)
         self._engines = engine_set(config)
@@ -179,8 +166,7 @@ class Application:
         )
         if not settings.authorizer.enforced and not all(address.is_local for address in bound):
             LOG.warning("serving other machines without credentials: anyone who can connect is admin")
-        if config.ready_file is not None:
-            _write_ready(config.ready_file, bound, metrics_at)
+        ready = ReadyFile(config.ready_file, bound, metrics_at) if config.ready_file is not None else None
         try:
             await self._stop.wait()
             await self._drain()
@@ -191,8 +177,8 @@ class Application:
             await self._sampler.close()
             await self._engines.close()
             audit.close()
-            if config.ready_file is not None:
-                config.ready_file.unlink(missing_ok=True)
+            if ready is not None:
+                ready.remove()
         LOG.info("stopped")
         return 0
 
@@ -244,17 +230,3 @@ class Application:
 
     def _metrics_page(self) -> Page:
         return Page(generate_latest(self._metrics.registry), content_type=CONTENT_TYPE_LATEST)
-
-
-def _write_ready(path: Path, bound: list[Address], metrics_at: Address | None) -> None:
-    """Whole or not at all: whoever waits for the file must not read half of it."""
-    content = {
-        "pid": os.getpid(),
-        "listen": [str(address) for address in bound],
-        "metrics": str(metrics_at) if metrics_at else "",
-    }
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    partial.rename(path)

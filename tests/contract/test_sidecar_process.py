@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -130,6 +131,29 @@ def test_a_second_sidecar_does_not_take_a_unix_socket_away(engine_dir, tmp_path)
         assert not path.exists()
     finally:
         sidecar.end()
+
+
+def test_a_ready_file_is_its_sidecars_while_that_lives_and_nobodys_after_a_kill(engine_dir, tmp_path):
+    ready = tmp_path / "ready.json"
+    first = SidecarProcess(engine_dir, tmp_path)
+    try:
+        words = ["--engine-dir", str(engine_dir), "--metrics", "off", "--ready-file", str(ready)]
+        second = run_to_end(*words, "--listen", "127.0.0.1:0")
+        assert second.returncode == 4
+        assert f"{ready} is in use by pid {first.process.pid}" in second.stderr
+        checked = run_to_end(*words, "--listen", "127.0.0.1:0", "--check")
+        assert (checked.returncode, str(ready) in checked.stderr) == (4, True)
+        assert json.loads(ready.read_text())["pid"] == first.process.pid
+    finally:
+        first.end()
+    assert ready.exists()
+    after = SidecarProcess(engine_dir, tmp_path)
+    try:
+        wait_until(lambda: json.loads(ready.read_text())["pid"] == after.process.pid, 60)
+        assert after.terminate() == 0
+        assert not ready.exists()
+    finally:
+        after.end()
 
 
 def test_a_unix_socket_left_by_a_killed_sidecar_is_no_obstacle(engine_dir, tmp_path):
