@@ -212,6 +212,19 @@ def _is_ip(host: str) -> bool:
 # --- why a listen address cannot be had --------------------------------------------------------------------------
 
 
+def served(address: Address) -> Address:
+    """The same address, but 0.0.0.0 for [::] where the kernel has no IPv6: every interface is every one that there is.
+
+    gRPC does so by itself.
+    """
+    if address.everywhere and ":" in address.host:
+        try:
+            socket.socket(socket.AF_INET6, socket.SOCK_STREAM).close()
+        except OSError:
+            return Address("tcp", "0.0.0.0", address.port)  # noqa: S104 - what was asked for
+    return address
+
+
 def why_not_bindable(address: Address) -> str:
     """Try to bind for a moment; empty when that works, else one sentence that names the address and the cause.
 
@@ -219,6 +232,7 @@ def why_not_bindable(address: Address) -> str:
     """
     if address.kind == "unix":
         return _why_not_unix(Path(address.path))
+    address = served(address)
     try:
         infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -52,9 +53,15 @@ class PlainHttp:
         why = addresses.why_not_bindable(address)
         if why:
             raise OSError(why)
-        self._server = await asyncio.start_server(
-            self._serve, address.host, address.port, limit=_MAX_HEADER_BYTES, backlog=64
-        )
+        at = addresses.served(address)
+        if at.everywhere and ":" in at.host:
+            # asyncio would serve IPv6 alone: a probe of kubelet's may come by either.
+            both = socket.create_server((at.host, at.port), family=socket.AF_INET6, backlog=64, dualstack_ipv6=True)
+            self._server = await asyncio.start_server(self._serve, sock=both, limit=_MAX_HEADER_BYTES)
+        else:
+            self._server = await asyncio.start_server(
+                self._serve, at.host, at.port, limit=_MAX_HEADER_BYTES, backlog=64
+            )
         return address.with_port(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:

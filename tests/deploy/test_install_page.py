@@ -85,7 +85,7 @@ def test_the_operator_s_deployment_passes_options_that_the_operator_takes() -> N
     words = [word.replace("$(POD_NAMESPACE)", "llm").replace("$(POD_NAME)", "op-0") for word in container["args"][1:]]
     loaded = config.load(words, {})
     assert loaded.discovery == ["pods:///llm?selector=kvctl.dev%2Fsidecar%3Dtrue"]
-    assert str(loaded.metrics) == "0.0.0.0:7711"
+    assert str(loaded.metrics) == "[::]:7711"
 
 
 @pytest.mark.parametrize("overlay", ["development", "production"])

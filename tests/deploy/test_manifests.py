@@ -225,6 +225,15 @@ def test_the_pod_monitors_scrape_kvctl_and_vllm_from_one_pod(production: list[Ma
         assert {e["port"] for e in monitor["spec"]["podMetricsEndpoints"]} <= ports
 
 
+def test_our_containers_listen_on_every_address_of_their_pod_whatever_family_the_cluster_has(
+    rendered: list[Manifest],
+) -> None:
+    words = [word for pod in pods(rendered) for one in containers(pod) for word in one.get("args", [])]
+    places = [word.partition("=")[2] for word in words if word.startswith(("--listen=", "--metrics="))]
+    assert len(places) == 3
+    assert {place.rpartition(":")[0] for place in places} == {"[::]"}
+
+
 def test_the_headless_service_leads_to_each_sidecar(rendered: list[Manifest]) -> None:
     (service,) = of_kind(rendered, "Service", "vllm-kvctl")
     assert service["spec"]["clusterIP"] == "None"
