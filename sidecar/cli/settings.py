@@ -78,6 +78,13 @@ class Config:
     current: str = ""
     contexts: Mapping[str, Settings] = field(default_factory=dict)
 
+    @property
+    def known(self) -> str:
+        """The names there are, or how to make the first."""
+        names = ", ".join(sorted(self.contexts))
+        how = "there are none, make one with `kvctl config set-context NAME --coordinator ADDRESS`"
+        return f"known: {names}" if names else how
+
 
 def config_path() -> Path:
     """Where the config file is."""
@@ -198,8 +205,7 @@ def choose(flags: Settings, context: str = "") -> Settings:
         wanted = context or config.current
         if base is None and wanted:
             if wanted not in config.contexts:
-                known = ", ".join(sorted(config.contexts)) or "none"
-                raise Refusal(f"no context {wanted!r} in {config.path}; known: {known}")
+                raise Refusal(f"no context {wanted!r} in {config.path}; {config.known}")
             base = config.contexts[wanted]
         if base is not None:
             flags = _over(flags, base, keep_fleet=bool(named))

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
+from urllib.parse import urlsplit
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -47,8 +48,22 @@ def metadata() -> tuple[tuple[str, str], ...]:
     return (("traceparent", parent),) if parent else ()
 
 
+def check_endpoint(name: str, value: str) -> None:
+    """ValueError when the variable of this name holds no address of a collector: a URL, or host:port."""
+    try:
+        parts = urlsplit(value if "//" in value else f"//{value}")
+        usable = bool((parts.hostname or "").strip()) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ValueError(f"{name} is {value!r}, which is no address; expected one such as http://collector:4317")
+
+
 def span_maker(service: str) -> SpanMaker | None:
-    """Makes spans when OpenTelemetry is installed and configured; None otherwise. Starts its exporter's thread."""
+    """Makes spans when OpenTelemetry is installed and configured; None otherwise. Starts its exporter's thread.
+
+    ValueError names the variable whose address is none.
+    """
     named = [name for name in _ENDPOINTS if os.environ.get(name)]
     if not named:
         return None
@@ -62,6 +77,8 @@ def span_maker(service: str) -> SpanMaker | None:
     except ImportError as error:
         LOG.warning("no spans are made although %s is set: %s; install kvctl[otel]", named[0], error)
         return None
+    for name in named:
+        check_endpoint(name, os.environ[name])
     # Not flushed at exit: a collector that is down would hold up the end of the process by its retries.
     provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collecte
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.contract.sidecar_process import SidecarProcess
+from tests.contract.sidecar_process import SidecarProcess, run_to_end
 
 pytestmark = pytest.mark.engine
 
@@ -90,3 +90,10 @@ def test_a_collector_that_is_down_costs_neither_a_call_nor_the_end(engine_dir, t
         assert "Traceback" not in sidecar.log()
     finally:
         sidecar.end()
+
+
+def test_an_address_of_a_collector_that_is_none_is_told_at_the_start(engine_dir):
+    ended = run_to_end("--engine-dir", str(engine_dir), "--listen", "127.0.0.1:0", "--metrics", "off",
+                       OTEL_EXPORTER_OTLP_ENDPOINT="http://[::1")  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("kvctl-sidecar: OTEL_EXPORTER_OTLP_ENDPOINT is 'http://[::1', which is no address")

@@ -123,8 +123,7 @@ def known_context(config: Config, name: str) -> None:
     from sidecar.cli.failures import Refusal
 
     if name not in config.contexts:
-        known = ", ".join(sorted(config.contexts)) or "none"
-        raise Refusal(f"no context {name!r} in {config.path}; known: {known}")
+        raise Refusal(f"no context {name!r} in {config.path}; {config.known}")
 
 
 def _fleet(settings: Settings) -> str:
