@@ -152,7 +152,7 @@ def none_matched(selection: Selection, known: Iterable[str]) -> SelectorError:
     """The error for a selection that means no known replica, naming the known ones."""
     names = sorted(known)
     if not names:
-        what = "there are no replicas yet: the inventory or what else names them is empty, add replicas there"
-        return SelectorError(what if selection.everything else f"no replica matches {selection.text!r}; {what}")
+        what = "there are none yet: the inventory, or what else names them, is empty"
+        return SelectorError(f"no replica matches {selection.text!r}; {what}; add replicas there")
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return SelectorError(f"no replica matches {selection.text!r}; known: {shown}")

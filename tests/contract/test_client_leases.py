@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from kvctl.v1 import fleet_pb2
 
 from sidecar import client
 from sidecar.client import aio, leases, weights
@@ -18,6 +19,7 @@ from sidecar.rpc.late_calls import NOT_AFTER_KEY
 from tests.contract.fake_sidecar_server import FakeSidecar, serving
 from tests.contract.sidecar_process import SidecarProcess, wait_until
 from tests.fake_engine.process import EngineProcess, spawn_engine
+from tests.robustness.tcp_proxy import Network
 
 
 @pytest.fixture
@@ -225,7 +227,10 @@ async def test_a_pause_that_the_network_still_holds_is_looked_for_until_it_can_b
     assert not fake.leases
 
 
-async def test_a_replica_that_may_be_paused_and_does_not_answer_is_told_with_how_to_end_it(short_pauses: None) -> None:
+async def test_a_replica_that_may_be_paused_and_does_not_answer_is_told_with_how_to_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weights, "LONGEST_PAUSE_S", 1.0)
     fake = FakeSidecar("r0")
     fake.forget_answers = True
 
@@ -242,3 +247,37 @@ async def test_a_replica_that_may_be_paused_and_does_not_answer_is_told_with_how
     assert isinstance(error, OutcomeUnknown)
     assert "stands still until its lease of 600 s ends, and then stays paused" in str(error)
     assert f"kvctl scheduling resume --pause {fake.requests[0].request_id}" in str(error)
+
+
+async def test_an_engine_that_a_black_hole_left_paused_goes_on_once_it_can_be_reached(
+    served: tuple[SidecarProcess, EngineProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "LONGEST_PAUSE_S", 5.0)  # with less, a loaded machine's clock is asked for once more
+    sidecar, engine = served
+    network = Network()
+    proxy = network.proxy(sidecar.address)
+    found: list[str] = []
+    taking_part, begin = aio.Fleet._taking_part, leases.Lease._begin_to_take_back
+
+    async def then_silence(fleet: aio.Fleet, chosen: fleet_pb2.Targets) -> object:
+        known = await taking_part(fleet, chosen)
+        proxy.black_hole("back")
+        return known
+
+    def then_a_way(lease: leases.Lease) -> None:
+        found.append(engine.do("state")["paused"])
+        proxy.reset()
+        proxy.mend()
+        begin(lease)
+
+    monkeypatch.setattr(aio.Fleet, "_taking_part", then_silence)
+    monkeypatch.setattr(leases.Lease, "_begin_to_take_back", then_a_way)
+    try:
+        async with aio.Fleet([f"r0={proxy.address}"]) as fleet:
+            with pytest.raises(client.FleetFailed, match="every engine goes on as before"):
+                async with fleet.weight_update(lease_s=600.0):
+                    pytest.fail("the body ran without a paused engine")
+        assert [bool(paused) for paused in found] == [True]
+        assert engine.do("state")["paused"] == ""
+    finally:
+        network.close()
