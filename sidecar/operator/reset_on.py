@@ -60,10 +60,13 @@ _NUMBER: Final = re.compile(r"-(\d{1,9})-[0-9a-f]{10}$")
 
 
 def wanted(pod: Pod) -> str:
-    """The value to act on; empty when there is none, or it is done."""
+    """The value to act on; empty when there is none, or it is done.
+
+    As it is, spaces and all: who set it waits for the very same one to be done.
+    """
     annotations = pod.metadata.annotations or {}
-    value = annotations.get(RESET_ON, "").strip()
-    if not value or annotations.get(RESET_DONE) == value or pod.metadata.deletion_timestamp is not None:
+    value = annotations.get(RESET_ON, "")
+    if not value.strip() or annotations.get(RESET_DONE) == value or pod.metadata.deletion_timestamp is not None:
         return ""
     return value
 

@@ -87,6 +87,26 @@ async def test_the_cacheoperation_belongs_to_the_pod_and_carries_the_value(clust
     assert annotations(cluster)[RESET_OPERATION] == operation["metadata"]["name"]
 
 
+@pytest.mark.parametrize("value", ["weights-1 ", " weights-1", "weights-1\n", "step 4200", "重み-1"])
+async def test_done_says_the_very_value_that_was_set(cluster: Cluster, value: str) -> None:
+    """Who set it waits for that one; a shell leaves a newline, a template a space."""
+    async with cluster.operator():
+        await annotate(cluster, value)
+        await done(cluster, value)
+        await annotate(cluster, "another")
+        await done(cluster, "another")
+    assert values(cluster) == [value, "another"]
+    assert cluster.effects() == [0, 2, 0, 0]
+
+
+async def test_a_value_of_nothing_but_space_asks_for_nothing(cluster: Cluster) -> None:
+    async with cluster.operator():
+        await annotate(cluster, " \n", "p0")
+        await annotate(cluster, "weights-1")
+        await done(cluster, "weights-1")
+    assert cluster.effects() == [0, 1, 0, 0]
+
+
 # --- done means done -------------------------------------------------------------------------------------------------
 
 
