@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from deploy.observability.model import REPLICA, Alert, Group, Severity
+from deploy.observability.model import NAMESPACE, REPLICA, Alert, Group, Severity
 
 BY: Final = "namespace, pod, instance, engine"
 """What names one engine."""
@@ -345,10 +345,11 @@ PRESENCE: Final = (
     ),
     Alert(
         name="KvctlReplicasUnreachable",
-        expr=f'sum by ({_TARGET}) (kvctl_coordinator_replicas{{state="unreachable"}}) > 0',
+        # One for all that look at the same replicas: a coordinator, the operator that leads and the one that stands by.
+        expr='max by (namespace) (kvctl_coordinator_replicas{state="unreachable"}) > 0',
         hold="10m",
         severity="warning",
-        finding=f"UNREACHABLE: coordinator {REPLICA} cannot reach {_TIMES} replicas.",
+        finding=f"UNREACHABLE: {_TIMES} replicas{NAMESPACE} cannot be reached by the coordinator or the operator.",
         first_step="Run `kvctl replicas` for each one's reason.",
         remedy="Run `kvctl replicas`: it gives each one's reason. No fleet operation is complete until then.",
     ),

@@ -299,7 +299,12 @@ OPERATIONS: Final = Dashboard(
         ),
         Panel(
             "Replicas as the coordinator sees them",
-            (Query(f"sum by (state) (kvctl_coordinator_replicas{{{_FLEET}}})", "{{state}}"),),
+            (
+                Query(
+                    f"sum by (state) (max by (namespace, state) (kvctl_coordinator_replicas{{{_FLEET}}}))", "{{state}}"
+                ),
+            ),
+            about="By whoever sees most: a coordinator and each operator look at the same replicas.",
         ),
         Panel(
             "Fleet operations under way, and calls beyond the first",

@@ -24,6 +24,9 @@ mirror regenerates every file with `--runbook-base URL`, and this line is the on
 REPLICA: Final = "{{ or $labels.pod $labels.instance }}"
 """Names the replica in a summary: the pod in Kubernetes, the scraped address elsewhere."""
 
+NAMESPACE: Final = "{{ with $labels.namespace }} of namespace {{ . }}{{ end }}"
+"""Says which namespace in Kubernetes, and nothing elsewhere."""
+
 Severity = Literal["critical", "warning", "info"]
 
 

@@ -13,7 +13,7 @@ from programs import program
 
 from deploy.observability.alerts import ALERTS, SIDECAR_PORT, verdict_series
 from deploy.observability.generate import DEPLOY
-from deploy.observability.model import REPLICA, RUNBOOK_BASE, Alert
+from deploy.observability.model import NAMESPACE, REPLICA, RUNBOOK_BASE, Alert
 
 RULES = DEPLOY / "observability/prometheus/kvctl.rules.yaml"
 ROOT = DEPLOY.parent
@@ -175,10 +175,15 @@ CASES: dict[str, Case] = {
     ),
     "KvctlAbsent": Case([BUILD], [BUILD, Series("kvctl_watchers", "0x60")], "11m", {}),
     "KvctlReplicasUnreachable": Case(
-        [Series("kvctl_coordinator_replicas", "2x60", {"state": "unreachable"})],
-        [Series("kvctl_coordinator_replicas", "2x60", {"state": "reachable"})],
+        [
+            # A coordinator, the leading operator and the one that stands by look at the same replicas: one alert.
+            Series("kvctl_coordinator_replicas", "1x60", {"state": "unreachable"}),
+            Series("kvctl_coordinator_replicas", "2x60", {"state": "unreachable"}, {**TARGET, "pod": "operator-0"}),
+            Series("kvctl_coordinator_replicas", "2x60", {"state": "unreachable"}, {**TARGET, "pod": "operator-1"}),
+        ],
+        [Series("kvctl_coordinator_replicas", "2x60", {"state": "ready"})],
         "11m",
-        TARGET,
+        {"namespace": "llm"},
         {"humanize": "2"},
     ),
     "KvctlFleetOperationFailures": Case(
@@ -212,6 +217,8 @@ CASES: dict[str, Case] = {
 def rendered(template: str, case: Case) -> str:
     """What Prometheus makes of one of our templates, for this case's labels and value."""
     text = template.replace("{{ or $labels.pod $labels.instance }}", case.labels.get("pod", ""))
+    where = case.labels.get("namespace", "")
+    text = text.replace(NAMESPACE, f" of namespace {where}" if where else "")
     text = re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda m: case.labels.get(m[1], ""), text)
     return re.sub(r"\{\{ \$value \| (\w+) \}\}", lambda m: case.value[m[1]], text)
 
@@ -319,7 +326,7 @@ def test_a_summary_says_where_what_and_what_to_do_first(alert: Alert) -> None:
     head = alert.finding.partition(": ")[0]
     assert head == (alert.verdict or head.upper()), "a summary begins with the verdict"
     if alert.name != "KvctlAbsent":
-        assert REPLICA in alert.finding, "no replica or coordinator is named"
+        assert REPLICA in alert.finding or NAMESPACE in alert.finding, "no replica, coordinator or namespace is named"
     if "engine" in CASES[alert.name].labels:
         assert "engine {{ $labels.engine }}" in alert.finding
     assert re.fullmatch(r"[A-Z].{10,100}[.?]", alert.first_step.replace(REPLICA, "POD")), "one short sentence, no more"
@@ -345,6 +352,13 @@ def test_outside_kubernetes_the_scraped_address_names_the_replica(tmp_path: Path
     want = expected(alert, case)
     want["exp_labels"] = {**target, "engine": "0", **alert.labels}
     run_promtool(tmp_path, [series], alert.name, "2m", [want])
+
+
+def test_outside_kubernetes_no_namespace_is_named(tmp_path: Path) -> None:
+    alert = next(a for a in ALERTS if a.name == "KvctlReplicasUnreachable")
+    series = Series("kvctl_coordinator_replicas", "2x60", {"state": "unreachable"}, {"instance": "127.0.0.1:7711"})
+    case = Case([series], [], "11m", {}, {"humanize": "2"})
+    run_promtool(tmp_path, [series], alert.name, "11m", [expected(alert, case)])
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
