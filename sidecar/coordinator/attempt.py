@@ -89,6 +89,9 @@ class Attempt:
             if advice.next is not Next.DONE and await self._given_up_within(advice.after_s):
                 advice = Advice(Next.DONE, why="not tried again: the operation was cancelled")
             if advice.next is Next.DONE:
+                if not self._surely_not and answer.result.execution == types_pb2.EXECUTION_NOT_EXECUTED:
+                    # That is said of the last call; of an earlier one it is as little known as before.
+                    answer = _forgotten(answer)
                 answer = await self._last_question(answer)
                 return self._complete(answer.result, advice.why)
             ask = advice.next is Next.ASK and bool(self._request_id)
@@ -183,7 +186,9 @@ class Attempt:
 
 
 def settled(asked: Asked, lost: Answer, since_s: float) -> Answer:
-    """What a replica's word on a request id makes of an answer that was lost; it was first called `since_s` ago."""
+    """What a replica's word on a request id makes of an answer that was lost; it was first called `since_s` before the
+    word was heard.
+    """
     if asked.known is None:
         return lost
     if asked.known is False:

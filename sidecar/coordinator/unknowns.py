@@ -70,7 +70,7 @@ class Unknowns:
         now = asyncio.get_running_loop().time()
         for operation_id, began in list(self._open.items()):
             try:
-                left = await self._ask_for(operation_id, now - began)
+                left = await self._ask_for(operation_id, began)
             except StoreError as error:
                 _log.warning("operation %s: what was learned is not on record: %s", operation_id, error)
                 continue
@@ -78,7 +78,7 @@ class Unknowns:
                 self._open.pop(operation_id, None)
         self._metrics.unknown.set(len(self._open))
 
-    async def _ask_for(self, operation_id: str, since_s: float) -> int:
+    async def _ask_for(self, operation_id: str, began: float) -> int:
         """How many targets are still unknown."""
         stored = await self._store.read(operation_id)
         if stored is None:
@@ -90,15 +90,16 @@ class Unknowns:
             if row.outcome == fleet_pb2.TARGET_OUTCOME_UNKNOWN and row.request_id and row.replica in aims
             if row.reason not in NEVER_TOLD
         ]
-        learned = await asyncio.gather(*(self._ask(aims[row.replica], row, since_s) for row in unknown))
+        learned = await asyncio.gather(*(self._ask(aims[row.replica], row, began) for row in unknown))
         for row, answer in zip(unknown, learned, strict=True):
             if answer is not None:
                 await self._learn(stored.operation, row, answer.result)
         return sum(answer is None for answer in learned)
 
-    async def _ask(self, aim: Aim, row: fleet_pb2.TargetResult, since_s: float) -> Answer | None:
+    async def _ask(self, aim: Aim, row: fleet_pb2.TargetResult, began: float) -> Answer | None:
         asked = await self._replicas.ask(aim, row.request_id, ASK_TIMEOUT_S)
-        answer = settled(asked, Answer(row), since_s)
+        # Only now: while the question was on its way, a successor's records have grown as old as the call was before.
+        answer = settled(asked, Answer(row), asyncio.get_running_loop().time() - began)
         return None if outcome_unknown(answer.result) else answer
 
     async def _learn(

@@ -81,16 +81,18 @@ class Unknowns:
         }
         aims = {aim.name: aim for aim in status.aims(ledger, self._around.server_name)}
         names = _unknown(resource)
-        since_s = _seconds_since(resource.status.start_time)
-        answers = await asyncio.gather(*(self._ask(aims[name], results[name], since_s) for name in names))
+        answers = await asyncio.gather(
+            *(self._ask(aims[name], results[name], resource.status.start_time) for name in names)
+        )
         learned = {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
         if learned:
             await self._record(resource, {**results, **learned}, list(learned))
 
-    async def _ask(self, aim: Aim, row: fleet_pb2.TargetResult, since_s: float) -> fleet_pb2.TargetResult | None:
+    async def _ask(self, aim: Aim, row: fleet_pb2.TargetResult, start_time: str) -> fleet_pb2.TargetResult | None:
         """What became of it; None when that is still not known."""
         asked = await self._replicas.ask(aim, row.request_id, ASK_TIMEOUT_S)
-        answer = settled(asked, Answer(row), since_s)
+        # Only now: while the question was on its way, a successor's records have grown as old as the call was before.
+        answer = settled(asked, Answer(row), _seconds_since(start_time))
         if outcome_unknown(answer.result):
             return None
         known = fleet_pb2.TargetResult()

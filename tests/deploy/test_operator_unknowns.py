@@ -14,6 +14,7 @@ from kvctl.v1 import fleet_pb2, replica_pb2, types_pb2
 from sidecar.coordinator.discovery.kube_access import Access
 from sidecar.coordinator.port import Aim, Answer, Asked, Health
 from sidecar.operator import config as operator_config
+from sidecar.operator import unknowns
 from sidecar.operator.app import Operator
 from sidecar.operator.resource import Resource, read
 from sidecar.operator.unknowns import Unknowns
@@ -136,6 +137,23 @@ async def test_what_stays_unknown_is_asked_again_in_the_next_round(asking: Askin
     assert len(asking.replicas.asked) == 2
     assert asking.cluster.status("wipe")["phase"] == "Partial"
     assert asking.gauge() == 1
+
+
+async def test_records_are_compared_with_the_age_that_the_call_has_when_they_are_told(
+    asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    age_s = [1.0]
+
+    async def ask(*_: object) -> Asked:
+        age_s.append(5.0)
+        return Asked(known=False, records_s=3)
+
+    monkeypatch.setattr(unknowns, "_seconds_since", lambda _: age_s[-1])
+    monkeypatch.setattr(asking.replicas, "ask", ask)
+    asking.unknowns.seen(await asking.put(ended(1)))
+    await asking.unknowns.ask_all()
+    assert age_s == [1.0, 5.0]
+    assert asking.cluster.status("wipe")["ledger"]["p1"]["outcome"] == "Unknown"
 
 
 async def test_nobody_is_asked_when_the_end_is_more_than_an_hour_ago(asking: Asking) -> None:

@@ -348,6 +348,22 @@ def test_a_target_that_is_gone_stays_unknown_when_an_earlier_call_may_have_been_
     assert results["r0"].outcome == UNKNOWN
 
 
+@pytest.mark.parametrize(("records_s", "outcome"), [(0.0, UNKNOWN), (3600.0, UNREACHABLE)])
+def test_a_lost_call_stays_unknown_when_only_the_call_to_a_successor_was_surely_not_executed(
+    records_s: float, outcome: fleet_pb2.TargetOutcome.ValueType
+) -> None:
+    class Successor(FakeFleet):
+        async def ask(self, aim: Aim, request_id: str, timeout_s: float) -> Asked:
+            return Asked(False, records_s=records_s)
+
+    fleet = Successor()
+    never_sent = answer(UNREACHABLE, "DEADLINE_EXCEEDED", "", types_pb2.EXECUTION_NOT_EXECUTED)
+    fleet.script["r0"] = [answer(UNKNOWN, "UNAVAILABLE"), never_sent]
+    results, _, _ = run(fleet, 1)
+    assert len(fleet.calls) == 2
+    assert results["r0"].outcome == outcome
+
+
 def test_after_a_crash_a_target_that_could_not_be_reached_still_counts_as_a_failure() -> None:
     fleet, disk = FakeFleet(), FakeDisk()
     gone = fleet_pb2.TargetResult(replica="r0", outcome=UNREACHABLE, code="UNAVAILABLE")  # type: ignore[arg-type]
