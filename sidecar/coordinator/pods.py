@@ -126,11 +126,15 @@ class PodReplicas(GrpcReplicas):
             return self._pods
         try:
             async with asyncio.timeout(timeout_s):
-                found = (await self._discovery.targets()).targets
+                discovered = await self._discovery.targets()
         except TimeoutError as error:
             raise DiscoveryError(f"{self._discovery.describe()}: no answer within {timeout_s:.1f} s") from error
+        found = discovered.targets
         if found is not self._seen:
             self._seen, self._pods = found, Pods.of(found)
+        if discovered.incomplete and aim.identity not in self._pods.uids:
+            # It may be among those that could not be seen.
+            raise DiscoveryError("; ".join(discovered.warnings) or f"{self._discovery.describe()}: incomplete")
         return self._pods
 
 

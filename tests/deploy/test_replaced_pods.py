@@ -12,6 +12,8 @@ from kvctl.v1 import fleet_pb2
 
 from sidecar.coordinator.channels import Channels
 from sidecar.coordinator.discovery import DiscoveryError
+from sidecar.coordinator.discovery.sources import JoinedDiscovery
+from sidecar.coordinator.discovery.static import StaticDiscovery
 from sidecar.coordinator.fanout import POD_UID, GrpcReplicas
 from sidecar.coordinator.pods import PodReplicas, Pods
 from sidecar.coordinator.port import Aim, Answer
@@ -225,9 +227,13 @@ class NoAnswer:
         return "pods"
 
 
-async def test_a_pod_of_which_nothing_is_known_is_not_called_and_may_be_tried_again(cluster: Cluster) -> None:
+@pytest.mark.parametrize("beside", [[], [StaticDiscovery([Target("127.0.0.1:1", "other")])]], ids=["alone", "joined"])
+async def test_a_pod_of_which_nothing_is_known_is_not_called_and_may_be_tried_again(
+    cluster: Cluster, beside: list[StaticDiscovery]
+) -> None:
+    """Where another source answers, that one has nothing to say of it: it is not told as gone."""
     channels = Channels()
-    replicas = PodReplicas(channels, NoAnswer())
+    replicas = PodReplicas(channels, JoinedDiscovery([*beside, NoAnswer()]))
     answer = await replicas.identify(Aim("p0", cluster.addresses[0], identity="uid-0"), 10)
     health = await replicas.health(Aim("p0", cluster.addresses[0], identity="uid-0"), fleet_pb2.OperationSpec(), 10)
     await channels.close()
