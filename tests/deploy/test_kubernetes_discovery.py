@@ -427,6 +427,8 @@ def a_kubeconfig(
         (a_kubeconfig("proxy-url: x"), "cluster 'c': it has no server"),
         (a_kubeconfig("server: 'api:6443'"), "cluster 'c': server is 'api:6443'; expected a URL, e.g. https"),
         (a_kubeconfig(user="token: 1234"), "user 'u': token is no text but int; put it in quotes"),
+        (a_kubeconfig(user='token: "a\\nb"'), "user 'u': token is not one word of ASCII"),
+        (a_kubeconfig(user='token: "\\u00e4"'), "user 'u': token is not one word of ASCII"),
         (
             a_kubeconfig(user="client-key-data: abc"),
             r"user 'u': client-key-data is not base64 \(Incorrect padding\); expected a PEM file, encoded",
@@ -452,6 +454,16 @@ def test_a_kubeconfig_that_is_not_there_names_the_file_and_the_uid(tmp_path: Pat
         DiscoveryError, match=rf"^kubeconfig {tmp_path}/none: it cannot be read by uid \d+: No such file"
     ):
         kube_access.from_kubeconfig(tmp_path / "none")
+
+
+@pytest.mark.parametrize("named", [":{}", "{}:", "/does/not/exist:{}:/neither"])
+def test_of_several_kubeconfigs_the_first_that_is_there_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    path = tmp_path / "config"
+    path.write_text(a_kubeconfig())
+    monkeypatch.setenv("KUBECONFIG", named.format(path))
+    assert kube_access.find().server == "https://api:6443"
 
 
 def test_inline_certificates_and_a_user_without_credentials_are_read(tmp_path: Path) -> None:

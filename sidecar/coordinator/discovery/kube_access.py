@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import ssl
 import tempfile
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from sidecar.rpc import tls
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where kubelet mounts a pod's credentials."""
+
+_WORD: Final = re.compile(r"[!-~]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +95,13 @@ def _load_inline(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
 
 
 def find() -> Access:
-    """KUBECONFIG, else the pod's own service account, else ~/.kube/config. DiscoveryError when there is none."""
-    named = os.environ.get("KUBECONFIG")
+    """KUBECONFIG, else the pod's own service account, else ~/.kube/config. DiscoveryError when there is none.
+
+    KUBECONFIG may list several files, of which the first that is there is used.
+    """
+    named = [Path(one) for one in os.environ.get("KUBECONFIG", "").split(os.pathsep) if one]
     if named:
-        return from_kubeconfig(Path(named.split(os.pathsep)[0]))
+        return from_kubeconfig(next((path for path in named if path.exists()), named[0]))
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return in_cluster()
     usual = Path.home() / ".kube/config"
@@ -143,7 +149,7 @@ def from_kubeconfig(path: Path) -> Access:
         # Only comments around a certificate are ever anything but ASCII.
         ca_data=cluster.pem("certificate-authority-data").decode("ascii", "ignore"),
         token_file=user.file("tokenFile"),
-        token=user.text("token", ""),
+        token=user.token(),
         cert_file=user.file("client-certificate"),
         key_file=user.file("client-key"),
         cert_data=user.pem("client-certificate-data"),
@@ -173,6 +179,13 @@ class _Entry:
         if otherwise is None:
             raise self.wrong(f"it has no {key}")
         return otherwise
+
+    def token(self) -> str:
+        """A bearer token; empty where there is none."""
+        found = self.text("token", "").strip()
+        if found and not _WORD.fullmatch(found):
+            raise self.wrong("token is not one word of ASCII; expected it in one piece, without line breaks")
+        return found
 
     def file(self, key: str) -> Path | None:
         """A file name, taken from where the kubeconfig file is."""
