@@ -330,6 +330,20 @@ def test_at_eighty_columns_a_replica_that_succeeded_has_one_line_with_the_blocks
     assert lines[201].split()[:2] == ["x", "failed"]
 
 
+@pytest.mark.parametrize("name", ["r0", "r000", "replica-0"])
+@pytest.mark.parametrize("dropped", [1, 12, 812, 1812, 98123, 998123])
+def test_a_success_has_one_line_also_where_its_name_is_shorter_than_the_head_of_the_column(
+    name: str, dropped: int
+) -> None:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID)
+    done = row(name, fleet_pb2.TARGET_OUTCOME_SUCCEEDED, "OK")
+    done.reset.engines.append(reset_engine(0, dropped))
+    made.results.append(done)
+    made.counts.CopyFrom(outcomes.count(made.results))
+    lines = printed(lambda c: operation.print_table(c, made), 80).splitlines()
+    assert lines[2].startswith("1 replica: 1 succeeded")
+
+
 def test_a_roomy_terminal_has_every_word_and_the_code_of_each_replica() -> None:
     lines = printed(lambda c: operation.print_table(c, a_reset()), operation.ROOMY).splitlines()
     assert lines[0].split() == ["REPLICA", "OUTCOME", "CODE", "WHAT", "HAPPENED"]

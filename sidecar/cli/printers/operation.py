@@ -45,7 +45,7 @@ def print_table(console: Console, operation: fleet_pb2.FleetOperation) -> None:
     A roomy terminal has them in the rows too.
     """
     roomy = console.width >= ROOMY
-    made = table("REPLICA", "OUTCOME", *(["CODE"] if roomy else []), "WHAT HAPPENED")
+    made = table(*_BESIDE, *(["CODE"] if roomy else []), "WHAT HAPPENED")
     common = _said_by_many(operation)
     rows = in_order(operation.results)
     detail = "full" if roomy else _fitting(rows, operation.spec, console.width)
@@ -60,12 +60,17 @@ def print_table(console: Console, operation: fleet_pb2.FleetOperation) -> None:
 ROOMY: Final = 120
 """Columns from which on each row has its code, and as many words as there are."""
 
+_BESIDE: Final = ("REPLICA", "OUTCOME")
+"""Columns beside what happened."""
+
 
 def _fitting(rows: Sequence[fleet_pb2.TargetResult], spec: fleet_pb2.OperationSpec, width: int) -> effects.Detail:
     """The most detail in which every success has a line of its own, or the least there is."""
     beside = sum(
-        2 + max((words(each).cell_len for each in each_column), default=0)
-        for each_column in ([row.replica for row in rows], [_outcome(row)[0] for row in rows])
+        2 + max(words(each).cell_len for each in (head, *column))
+        for head, column in zip(
+            _BESIDE, ([row.replica for row in rows], [_outcome(row)[0] for row in rows]), strict=True
+        )
     )
     done = [row for row in rows if row.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED and not row.health]
     for detail in effects.DETAILS:
