@@ -20,7 +20,7 @@ from typing import Final
 
 import grpc
 import grpc.aio
-from kvctl.v1 import fleet_pb2, replica_pb2, replica_pb2_grpc
+from kvctl.v1 import fleet_pb2, replica_pb2, replica_pb2_grpc, types_pb2
 
 from sidecar.client.errors import KvctlError, LeaseLost, error_for
 from sidecar.coordinator import calls, outcomes
@@ -100,7 +100,10 @@ class Lease:
                 self._pause_ends = _now()  # its connection brings the cancellation before any resume
                 raise
             except grpc.aio.AioRpcError as error:
-                self._may_hold = doubted or _may_have_paused(outcomes.read_failure(error))
+                told = outcomes.read_failure(error)
+                self._may_hold = doubted or _may_have_paused(told)
+                if not doubted and _every_rank_told(told):
+                    self._pause_ends = _now()
                 raise
 
         if await self._tried(call, timeout_s):
@@ -108,6 +111,8 @@ class Lease:
             self._keeper = asyncio.create_task(self._keep())
         elif self._may_hold:
             self._begin_to_take_back()
+            if self._pause_ends <= _now():  # nothing of it is on its way: one resume says what holds
+                await self.take_back(timeout_s)
 
     async def take_back(self, timeout_s: float) -> None:
         """Resume what no weights were transferred to, also where it is not known to be paused, within so many seconds
@@ -315,6 +320,14 @@ def _may_have_paused(failure: outcomes.Failure) -> bool:
     unknown = outcomes.of_failure(failure, sent=True).outcome == fleet_pb2.TARGET_OUTCOME_UNKNOWN
     told = failure.result
     return unknown or (isinstance(told, replica_pb2.PauseSchedulingResponse) and len(told.engines) > 1)
+
+
+def _every_rank_told(failure: outcomes.Failure) -> bool:
+    """Whether a pause that failed has its final word from each of its ranks, so that none begins it after that."""
+    told = failure.result
+    return isinstance(told, replica_pb2.PauseSchedulingResponse) and all(
+        engine.status.execution != types_pb2.EXECUTION_UNKNOWN for engine in told.engines
+    )
 
 
 def _read(error: grpc.aio.AioRpcError | OSError | ValueError) -> outcomes.Failure:

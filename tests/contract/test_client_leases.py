@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from kvctl.v1 import fleet_pb2
+from kvctl.v1 import fleet_pb2, replica_pb2, types_pb2
 
 from sidecar import client
 from sidecar.client import aio, leases, weights
@@ -247,6 +247,17 @@ async def test_a_replica_that_may_be_paused_and_does_not_answer_is_told_with_how
     assert isinstance(error, OutcomeUnknown)
     assert "stands still until its lease of 600 s ends, and then stays paused" in str(error)
     assert f"kvctl scheduling resume --pause {fake.requests[0].request_id}" in str(error)
+
+
+async def test_a_pause_that_every_rank_of_several_refused_is_no_doubt() -> None:
+    fake, text = FakeSidecar("r0"), "another pause holds the lease on this engine"
+    refused = types_pb2.EngineScheduling(status=types_pb2.EngineStatus(code=9, reason="WRONG_SCHEDULING_STATE"))
+    answer = replica_pb2.PauseSchedulingResponse(engines=[refused, refused])
+    fake.fail_with = [failure(grpc.StatusCode.FAILED_PRECONDITION, "WRONG_SCHEDULING_STATE", text, result=answer)]
+    async with serving(fake, FakeSidecar("r1")) as addresses, aio.Fleet(addresses) as fleet:
+        update = await fleet.weight_update().__aenter__()
+        assert str(update.lost["r0"]) == f"r0: could not be paused, and goes on as before: {text}"
+        await update.__aexit__(None, None, None)
 
 
 async def test_an_engine_that_a_black_hole_left_paused_goes_on_once_it_can_be_reached(
