@@ -56,7 +56,7 @@ class Progress:
         if row.outcome in _FINAL:
             self._running.discard(row.replica)
             self._done[row.replica] = row.outcome == fleet_pb2.TARGET_OUTCOME_SUCCEEDED
-        else:
+        elif row.outcome != fleet_pb2.TARGET_OUTCOME_UNSPECIFIED:  # its turn has come
             self._running.add(row.replica)
         self._health.pop(row.replica, None)
         if row.health:

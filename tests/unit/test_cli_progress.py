@@ -35,5 +35,10 @@ def test_between_two_waves_it_says_whose_health_is_waited_for_until_it_is_well()
     assert text_after(row("r0", health="x"), row("r1", health=ILL)) == f"2 of 4 done, r1: {ILL}"
 
 
+def test_nobody_waits_for_those_whose_turn_has_not_come_as_a_coordinator_tells_of_them() -> None:
+    later = row("r1", fleet_pb2.TARGET_OUTCOME_UNSPECIFIED)
+    assert text_after(later, row("r0", health=ILL)) == f"1 of 4 done, r0: {ILL}"
+
+
 def test_a_health_cannot_control_the_terminal() -> None:
     assert "\x1b" not in text_after(row("r0", health="evil \x1b[31m"))
