@@ -350,6 +350,12 @@ def test_a_roomy_terminal_has_every_word_and_the_code_of_each_replica() -> None:
     assert "OK                   812 cached blocks dropped, 3 requests kept, engine paused 0.40 ms" in lines[1]
 
 
+def test_operations_with_chosen_ids_that_begin_alike_are_told_apart() -> None:
+    found = [fleet_pb2.FleetOperation(operation_id=f"{OPERATION_ID[:-1]}{end}", why=f"why {end}") for end in "12"]
+    lines = printed(lambda c: operations.print_table(c, found), 80).splitlines()
+    assert lines[3:] == [f"  {each.operation_id}  {each.why}" for each in found]
+
+
 def test_a_text_that_many_replicas_share_is_printed_once_with_how_many_say_it() -> None:
     made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID)
     text = "ブロックが解放されていません。" * 10

@@ -43,10 +43,12 @@ def print_table(console: Console, operations: Sequence[fleet_pb2.FleetOperation]
             ),
         )
     console.print(made)
+    ids = {operation.operation_id for operation in operations}
+    telling = _TELLING if len({each[:_TELLING] for each in ids}) == len(ids) else None
     for operation in operations:
         if operation.why:
-            console.print(words(f"  {operation.operation_id[:_TELLING]}  {operation.why}"))
+            console.print(words(f"  {operation.operation_id[:telling]}  {operation.why}"))
 
 
 _TELLING: Final = 8
-"""Characters of an id that tell it from others in one list."""
+"""Characters of an id that tell it from others in one list, unless people have chosen ids that begin alike."""
