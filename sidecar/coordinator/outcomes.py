@@ -26,6 +26,7 @@ ROLLOUT_STOPPED: Final = "ROLLOUT_STOPPED"
 NOT_A_SIDECAR: Final = "NOT_A_SIDECAR"
 REPLICA_UNREACHABLE: Final = "REPLICA_UNREACHABLE"
 OUTCOME_UNKNOWN: Final = "OUTCOME_UNKNOWN"
+_METHOD_NOT_SERVED: Final = "METHOD_NOT_SERVED"
 
 MutationResult = (
     replica_pb2.ResetPrefixCacheResponse
@@ -81,6 +82,9 @@ def read_failure(error: grpc.aio.AioRpcError) -> Failure:
 
 def unreachable(failure: Failure, address: str, within_s: float) -> Failure:
     """A failure to learn who is at an address, told in words: nothing listens, no sidecar, no answer."""
+    if failure.reason == _METHOD_NOT_SERVED:
+        what = f"{address} is a server of kvctl and no sidecar; a coordinator is given with --coordinator."
+        return Failure("UNAVAILABLE", NOT_A_SIDECAR, what)
     if failure.from_sidecar:
         return failure
     text = failure.message

@@ -130,6 +130,12 @@ def test_errors_of_the_transport_are_told_in_words(code: str, text: str, reason:
     assert words in told.message
 
 
+def test_a_coordinator_where_a_sidecar_is_expected_is_told_with_where_it_belongs() -> None:
+    told = outcomes.unreachable(outcomes.Failure("UNIMPLEMENTED", "METHOD_NOT_SERVED", "not served here"), "a:1", 5.0)
+    assert (told.code, told.reason) == ("UNAVAILABLE", "NOT_A_SIDECAR")
+    assert "--coordinator" in told.message
+
+
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN", "CANCELLED"])
 def test_a_call_that_may_have_been_sent_is_unknown_and_one_that_was_not_is_not_executed(code: str) -> None:
     from kvctl.v1 import fleet_pb2, types_pb2
