@@ -344,6 +344,21 @@ def test_a_success_has_one_line_also_where_its_name_is_shorter_than_the_head_of_
     assert lines[2].startswith("1 replica: 1 succeeded")
 
 
+def test_a_quarantine_takes_no_second_line_and_other_tiers_no_third() -> None:
+    made = fleet_pb2.FleetOperation(operation_id=OPERATION_ID)
+    done = row("vllm-70b-0", fleet_pb2.TARGET_OUTCOME_SUCCEEDED, "OK")
+    engine = done.reset.engines.add(prefix_caching_enabled=True, requests_kept=3, requests_quarantined=3)
+    made.results.append(done)
+    lines = printed(lambda c: operation.print_table(c, made), 80).splitlines()
+    assert lines[1].split("succeeded")[1].strip() == "0 blocks were cached, 3 requests kept, 3 quarantined"
+    for tier in ("connector", "multimodal", "encoder"):
+        getattr(engine, tier).state = types_pb2.TIER_STATE_NOT_CONFIGURED
+    engine.encoder.state = types_pb2.TIER_STATE_DONE
+    made.results[0].CopyFrom(done)
+    lines = printed(lambda c: operation.print_table(c, made), 80).splitlines()
+    assert lines[2].strip() == "connector/multimodal not configured, encoder done"
+
+
 def test_a_roomy_terminal_has_every_word_and_the_code_of_each_replica() -> None:
     lines = printed(lambda c: operation.print_table(c, a_reset()), operation.ROOMY).splitlines()
     assert lines[0].split() == ["REPLICA", "OUTCOME", "CODE", "WHAT", "HAPPENED"]

@@ -96,14 +96,17 @@ def reset(engines: Sequence[types_pb2.EngineReset], *, with_tiers: bool = True, 
     if not engines:
         return ""
     parts = [_dropped(engines, detail)]
+    counted = False
     for name in ("kept", "preempted", "quarantined"):
         numbers = [getattr(engine, f"requests_{name}") for engine in engines]
         if min(numbers) < 0:
             parts.append(f"number of requests {name} not known")
         elif sum(numbers):
-            parts.append(f"{count(sum(numbers), 'request')} {name}")
+            many = count(sum(numbers), "request") if detail == "full" or not counted else str(sum(numbers))
+            parts.append(f"{many} {name}")
+            counted = True
     if with_tiers:
-        parts += _other_tiers(engines)
+        parts += _other_tiers(engines, detail)
     moved = [engine.reorder for engine in engines if engine.HasField("reorder")]
     if moved:
         parts.append(_contiguity(moved))
@@ -187,14 +190,17 @@ def _dropped(engines: Sequence[types_pb2.EngineReset], detail: Detail) -> str:
     return f"{count(dropped, what)} dropped" if dropped else "0 blocks were cached"
 
 
-def _other_tiers(engines: Sequence[types_pb2.EngineReset]) -> list[str]:
-    found = []
+def _other_tiers(engines: Sequence[types_pb2.EngineReset], detail: Detail) -> list[str]:
+    """In fewer words those of one state together: connector/encoder not configured."""
+    found: dict[str, list[str]] = {}
     for name in TIERS[1:]:
         states = {getattr(engine, name).state for engine in engines}
         states -= {types_pb2.TIER_STATE_NOT_REQUESTED, types_pb2.TIER_STATE_UNSPECIFIED}
         if states:
-            found.append(f"{name} {' / '.join(tier_word(state) for state in sorted(states))}")
-    return found
+            found.setdefault(" / ".join(tier_word(state) for state in sorted(states)), []).append(name)
+    if detail != "full":
+        return [f"{'/'.join(names)} {word}" for word, names in found.items()]
+    return [f"{name} {word}" for name in TIERS for word, names in found.items() if name in names]
 
 
 def _contiguity(engines: Sequence[types_pb2.EngineReorder]) -> str:
