@@ -9,14 +9,16 @@ it sees is handed over to the operator's loop, and it goes on when that has been
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Final
 
 import kopf
 import msgspec
 
+from sidecar.coordinator.discovery import DiscoveryError
 from sidecar.coordinator.discovery.kube_access import Access
 from sidecar.coordinator.discovery.kube_rows import Pod
 from sidecar.operator.login import Login
@@ -26,11 +28,21 @@ LOG: Final = logging.getLogger(__name__)
 
 WATCH_SECONDS: Final = 290
 _STOP_S: Final = 5.0
+_WATCHED: Final = 2
+"""Watches that there are: CacheOperations and pods."""
+_LOOK_S: Final = 1.0
 
 Body = Mapping[str, object]
 OnOperation = Callable[[Resource, bool], Awaitable[None]]
 """A CacheOperation as it is, or as it was when it was deleted (True)."""
 OnPod = Callable[[Pod, bool], Awaitable[None]]
+
+
+class _Backoffs:
+    """Seconds between kopf's tries of a request, without end: after the last one it gives the watch up, for good."""
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((1.0, 1.0, 2.0, 3.0, 5.0, 8.0), itertools.repeat(10.0))
 
 
 class Watch:
@@ -52,11 +64,13 @@ class Watch:
         thread.start()
         try:
             await ended
+        except Exception as error:
+            raise DiscoveryError(f"the watch over CacheOperations and pods has ended: {error}") from error
         finally:
             self._stopping.set()
             # In a thread: joining here would block the loop that kopf's last handlers wait for.
             await asyncio.shield(asyncio.to_thread(thread.join, _STOP_S))
-        raise RuntimeError("the watch over CacheOperations has ended")
+        raise DiscoveryError("the watch over CacheOperations has ended: is their definition installed?")
 
     def _thread(self, loop: asyncio.AbstractEventLoop, ready: Callable[[], None], ended: asyncio.Future[None]) -> None:
         began = threading.Event()
@@ -85,6 +99,7 @@ class Watch:
         settings.scanning.disabled = True  # the CRD and the namespace are there before the operator is
         settings.watching.server_timeout = WATCH_SECONDS
         settings.process.ultimate_exiting_timeout = None
+        settings.networking.error_backoffs = _Backoffs()
         login = Login(self._access)
 
         async def credentials(**_: object) -> kopf.ConnectionInfo:
@@ -94,14 +109,30 @@ class Watch:
         kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)(self._operation_event)
         # All pods: a filter on the annotation would not tell that it was taken away.
         kopf.on.event("", "v1", "pods", registry=registry)(self._pod_event)
-        await kopf.operator(
-            registry=registry,
-            settings=settings,
-            standalone=True,
-            namespaces=[self._namespace],
-            stop_flag=self._stopping,
-            ready_flag=began,
-        )
+        looking = asyncio.create_task(self._end_without_a_definition())
+        try:
+            await kopf.operator(
+                registry=registry,
+                settings=settings,
+                standalone=True,
+                namespaces=[self._namespace],
+                stop_flag=self._stopping,
+                ready_flag=began,
+            )
+        finally:
+            # A thread of kopf's waits for it, and the loop for that thread: an error would never get out of here.
+            self._stopping.set()
+            looking.cancel()
+
+    async def _end_without_a_definition(self) -> None:
+        """What is not installed when kopf begins is not watched later either, and kopf would go on all the same."""
+        missing = 0
+        while not self._stopping.is_set():
+            await asyncio.sleep(_LOOK_S)
+            there = sum(task.get_name().startswith("watcher for ") for task in asyncio.all_tasks())
+            missing = missing + 1 if 0 < there < _WATCHED else 0
+            if missing > 1:
+                self._stopping.set()
 
     async def _operation_event(self, event: Body, **_: object) -> None:
         body, deleted = _unpacked(event)
