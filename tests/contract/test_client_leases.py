@@ -246,7 +246,7 @@ async def test_a_replica_that_may_be_paused_and_does_not_answer_is_told_with_how
     [error] = caught.value.failures
     assert isinstance(error, OutcomeUnknown)
     assert "stands still until its lease of 600 s ends, and then stays paused" in str(error)
-    assert f"kvctl scheduling resume --pause {fake.requests[0].request_id}" in str(error)
+    assert f"`kvctl scheduling resume --pause {fake.requests[0].request_id} --replicas r0`" in str(error)
 
 
 async def test_a_pause_that_every_rank_of_several_refused_is_no_doubt() -> None:
