@@ -236,8 +236,8 @@ class Lease:
         then = "goes on by itself" if self._on_abandon == replica_pb2.ABANDON_POLICY_RESUME else "stays paused"
         text = (
             f"whether it is paused is not known: {why}; if it is, it stands still until its lease of {self._lease_s:g} "
-            f"s ends, and then {then}; `kvctl scheduling resume --pause {self.pause_id} --replicas {self.aim.name}` ends "
-            "that"
+            f"s ends, and then {then}; `kvctl scheduling resume --pause {self.pause_id} --replicas {self.aim.name}` "
+            "ends that"
         )
         self.error = error_for("DEADLINE_EXCEEDED", outcomes.OUTCOME_UNKNOWN, text, self.aim.name)
 
