@@ -25,6 +25,8 @@ def check(path: Path | None) -> None:
         return
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, f"--ready-file {path} is a directory; expected a file's name")
+    if path.exists() and not path.is_file():  # /dev/null, a pipe: it would be replaced for everybody
+        raise OSError(errno.EINVAL, f"--ready-file {path} is there and no regular file; expected a file's name")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         why = "may not write in it" if path.parent.is_dir() else "finds no such directory"
         raise OSError(errno.EACCES, f"--ready-file {path}: uid {os.getuid()} {why}")

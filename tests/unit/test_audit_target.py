@@ -61,6 +61,7 @@ def test_a_token_file_that_is_not_there_is_told_without_numbers(monkeypatch, cap
     [
         (("--ready-file", "/none/ready"), 4, "--ready-file /none/ready: uid"),
         (("--ready-file", "/"), 4, "--ready-file / is a directory"),
+        (("--ready-file", "/dev/null"), 4, "--ready-file /dev/null is there and no regular file"),
         (("--engine-url", "http://me:secret@127.0.0.1:1"), 2, "must not hold credentials"),
         (("--engine-url", "http://127.0.0.1:port"), 2, "engine URL"),
     ],
