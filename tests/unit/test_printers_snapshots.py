@@ -365,6 +365,13 @@ def test_a_roomy_terminal_has_every_word_and_the_code_of_each_replica() -> None:
     assert "OK                   812 cached blocks dropped, 3 requests kept, engine paused 0.40 ms" in lines[1]
 
 
+def test_a_narrow_list_of_operations_leaves_columns_out_and_cuts_no_id() -> None:
+    for width, last in ((80, "STARTED"), (40, "OPERATION")):
+        lines = printed(lambda c: operations.print_table(c, [a_reset()]), width).splitlines()
+        assert lines[0].split()[-1] == last
+        assert lines[1].split()[0] == OPERATION_ID
+
+
 def test_operations_with_chosen_ids_that_begin_alike_are_told_apart() -> None:
     found = [fleet_pb2.FleetOperation(operation_id=f"{OPERATION_ID[:-1]}{end}", why=f"why {end}") for end in "12"]
     lines = printed(lambda c: operations.print_table(c, found), 80).splitlines()

@@ -8,7 +8,7 @@ from typing import Final
 from kvctl.v1 import fleet_pb2, types_pb2
 from rich.console import Console
 
-from sidecar.cli.printers.style import table, words
+from sidecar.cli.printers.style import fitting, table, words
 from sidecar.coordinator.outcomes import enum_word
 
 _TONES = {
@@ -29,19 +29,27 @@ def print_table(console: Console, operations: Sequence[fleet_pb2.FleetOperation]
     if not operations:
         console.print("no operation on record")
         return
-    made = table("OPERATION", "KIND", "STATE", "DONE", "STARTED")
+    rows = []
     for operation in operations:
         counts = operation.counts
         kind = enum_word(types_pb2.OperationKind.DESCRIPTOR, operation.kind, "OPERATION_KIND_")
-        made.add_row(
-            words(operation.operation_id),
-            words(kind),
-            words(state_name(operation.state), _TONES.get(operation.state, "")),
-            words(f"{counts.succeeded}/{counts.total}"),
-            words(
-                operation.started_at.ToDatetime().strftime("%m-%d %H:%M") if operation.HasField("started_at") else "-"
-            ),
+        rows.append(
+            [
+                words(operation.operation_id),
+                words(kind),
+                words(state_name(operation.state), _TONES.get(operation.state, "")),
+                words(f"{counts.succeeded}/{counts.total}"),
+                words(
+                    operation.started_at.ToDatetime().strftime("%m-%d %H:%M")
+                    if operation.HasField("started_at")
+                    else "-"
+                ),
+            ]
         )
+    shown = fitting(_COLUMNS, rows, console.width, 1)
+    made = table(*_COLUMNS[:shown])
+    for row in rows:
+        made.add_row(*row[:shown])
     console.print(made)
     ids = {operation.operation_id for operation in operations}
     telling = _TELLING if len({each[:_TELLING] for each in ids}) == len(ids) else None
@@ -50,5 +58,6 @@ def print_table(console: Console, operations: Sequence[fleet_pb2.FleetOperation]
             console.print(words(f"  {operation.operation_id[:telling]}  {operation.why}"))
 
 
+_COLUMNS: Final = ("OPERATION", "KIND", "STATE", "DONE", "STARTED")
 _TELLING: Final = 8
 """Characters of an id that tell it from others in one list, unless people have chosen ids that begin alike."""
