@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.load import BOUND, REPLICAS, WARM_UP, Watched, as_markdown, hold, write
+from sidecar.replica.operations import RECORDS
+from tests.robustness.load import BOUND, REAL, REPLICAS, WARM_UP, Watched, as_markdown, hold, write
 from tests.robustness.reliability_page import between
 
 SECONDS = float(os.environ.get("KVCTL_LOAD_SECONDS", "60"))
@@ -21,7 +22,7 @@ async def test_every_operation_reaches_every_replica_once_and_no_process_of_ours
     write(held)
     assert held.failed == []
     assert held.operations == max(8, round(SECONDS * held.rate))
-    assert held.effects == held.calls == (held.operations + WARM_UP) * REPLICAS
+    assert held.effects == held.calls == (held.operations + WARM_UP) * REPLICAS + RECORDS * REAL
     assert {*held.processes} == {"coordinator", "sidecar 0", "sidecar 1", "engine 0", "engine 1"}
     for name, grown in held.processes.items():
         assert grown.rss_growth < 0.05, f"{name}: {grown}"
