@@ -87,6 +87,8 @@ class Operator:
         self._roster = Roster(self._discovery, self._channels, self._metrics)
         self._stop = asyncio.Event()
         self._watching = asyncio.Event()
+        self._not_listed = ""
+        """Why this leader does not know yet what is under way."""
 
     def _discoveries(self) -> list[KubernetesDiscovery]:
         urls = self._config.discovery or [f"pods:///{self._namespace}?selector={SIDECAR_SELECTOR}"]
@@ -159,8 +161,12 @@ class Operator:
             try:
                 answer = await self._api.request("GET", path_of(self._namespace))
             except (ApiError, DiscoveryError) as error:
-                LOG.warning("CacheOperations cannot be listed yet: %s", error)
+                trouble = f"CacheOperations cannot be listed: {error}"
+                if trouble != self._not_listed:
+                    LOG.warning("%s", trouble)
+                self._not_listed = trouble
             else:
+                self._not_listed = ""
                 if all(map(self.controller.knows, _uids(answer))):
                     return
             await asyncio.sleep(_LIST_AGAIN_S)
@@ -192,10 +198,12 @@ class Operator:
         return Page(b"alive\n")
 
     def _readyz(self) -> Page:
+        leads = self._election.leads()
         trouble = "not watching yet" if not self._watching.is_set() else self._election.trouble
+        trouble = trouble or (self._not_listed if leads else "")
         if trouble:
             return Page(f"{trouble}\n".encode(), HTTPStatus.SERVICE_UNAVAILABLE)
-        return Page(b"leading\n" if self._election.leads() else b"standing by\n")
+        return Page(b"leading\n" if leads else b"standing by\n")
 
     def _metrics_page(self) -> Page:
         self._metrics.active.set(self.controller.active)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from http import HTTPStatus
 
 import pytest
 from apiserver import Refused
@@ -66,3 +67,29 @@ async def test_without_the_definition_the_operator_does_not_serve_as_if_it_saw(c
     operator = Operator(operator_config.load(WORDS, {}), Access(cluster.api.url, "llm"))
     with pytest.raises(DiscoveryError, match="is their definition installed"):
         await asyncio.wait_for(operator.serve(), 40)
+
+
+async def test_a_leader_that_may_not_list_cache_operations_is_not_ready_and_says_why(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def forbidden(_: str, path: str) -> None:
+        if path.endswith("/cacheoperations"):
+            raise Refused(403, "Forbidden", "cannot list resource cacheoperations")
+
+    async def page(expected: str) -> HTTPStatus:
+        async with asyncio.timeout(40):
+            while expected not in (shown := operator._readyz()).body.decode():  # noqa: ASYNC110 - a page, not an event
+                await asyncio.sleep(0.01)
+        return shown.status
+
+    cluster.api.faults = forbidden
+    operator = Operator(operator_config.load(WORDS, {}), Access(cluster.api.url, "llm"))
+    task = asyncio.create_task(operator.serve())
+    refused = "CacheOperations cannot be listed: "
+    assert await page(refused) == HTTPStatus.SERVICE_UNAVAILABLE
+    assert "cannot list resource cacheoperations" in operator._not_listed
+    cluster.api.faults = None
+    assert await page("leading") == HTTPStatus.OK
+    assert sum(record.getMessage().startswith(refused) for record in caplog.records) == 1
+    operator.stop()
+    assert await asyncio.wait_for(task, 40) == 0
