@@ -20,16 +20,16 @@ from sidecar.client import aio, errors
 ROOT = Path(__file__).parents[2]
 
 
-async def start(tmp_path: Path, *arguments: str) -> Process:
+async def start(tmp_path: Path, *arguments: str, **extra: str) -> Process:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVCTL_")}
     paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto' / 'gen'}", "HOME": str(tmp_path), "COLUMNS": "80"}
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "sidecar.cli.main", *arguments, stdout=PIPE, stderr=PIPE, env={**kept, **paths}
+        sys.executable, "-m", "sidecar.cli.main", *arguments, stdout=PIPE, stderr=PIPE, env={**kept, **paths, **extra}
     )
 
 
-async def kvctl(tmp_path: Path, *arguments: str) -> tuple[int, str, str]:
-    process = await start(tmp_path, *arguments)
+async def kvctl(tmp_path: Path, *arguments: str, **extra: str) -> tuple[int, str, str]:
+    process = await start(tmp_path, *arguments, **extra)
     output, problems = await asyncio.wait_for(process.communicate(), 60)
     assert b"Traceback" not in problems
     return process.returncode or 0, output.decode(), problems.decode()
@@ -48,6 +48,17 @@ async def test_the_same_message_is_printed_as_for_a_direct_operation(tmp_path: P
     assert json.loads(fetched)["results"] == json.loads(through)["results"]
     assert list(json.loads(through)) == list(json.loads(here))
     assert list(json.loads(through)["results"][0]) == list(json.loads(here)["results"][0])
+
+
+async def test_the_shell_completes_names_of_a_coordinators_replicas_and_nothing_where_none_is(tmp_path: Path) -> None:
+    def pressed(address: str) -> dict[str, str]:
+        words = f"kvctl reset --coordinator {address} --replicas de"
+        return {"_KVCTL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "5"}
+
+    fakes = [FakeSidecar("prefill-0"), FakeSidecar("decode-0")]
+    async with serving(*fakes) as addresses, coordinator(tmp_path, addresses) as running:
+        assert await kvctl(tmp_path, **pressed(running.address)) == (0, "plain,decode-0\n", "")
+    assert await kvctl(tmp_path, **pressed("127.0.0.1:1")) == (0, "\n", "")
 
 
 async def test_ctrl_c_leaves_the_operation_running_and_says_how_to_get_back(tmp_path: Path) -> None:
