@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import errno
 import grp
-import json
 import logging
 import os
 import re
 import socket
 import stat
-import time
 from pathlib import Path
 
-from engine_bridge import protocol
+from engine_bridge import note, protocol
 from engine_bridge.page import PageError, PageReader
 
 logger = logging.getLogger("vllm.kvctl")
-
-_MAX_NOTE_BYTES = 64 * 1024
-_PIDS = 2**31
 
 _NAME = re.compile(r"engine-(\d+)-([0-9a-f]{8})")
 
@@ -120,12 +115,8 @@ def share(path: Path, group: str, alone: int, shared: int) -> None:
 
 def write_failure(directory: Path, name: str, reason: str, rank: int) -> None:
     """Leave a note for the sidecar, where that can be done."""
-    note = {"reason": reason[:2000], "pid": os.getpid(), "rank": rank, "time": time.time()}
     try:
-        partial = directory / f"{name}.failed.partial"
-        partial.write_text(json.dumps(note))
-        partial.chmod(0o644)
-        partial.rename(directory / f"{name}.failed")  # whole or not at all: the sidecar reads it when it appears
+        note.write(directory / f"{name}.failed", reason, rank)
     except OSError as error:
         logger.warning("kvctl: no note could be left in %s: %s", directory, error.strerror)
 
@@ -165,23 +156,14 @@ def _anyone_listens(path: Path) -> bool:
 
 def _alive(pid: int) -> bool:
     """Whether a process with this pid exists. Pid 0 stands for one that could not be read: nobody's."""
-    return pid != os.getpid() and 0 < pid < _PIDS and Path(f"/proc/{pid}").exists()
+    return pid != os.getpid() and pid > 0 and Path(f"/proc/{pid}").exists()
 
 
 def _pid_of_note(path: Path) -> int:
     try:
-        pid = json.loads(_small_file(path))["pid"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return note.read(path).pid
+    except note.NoteError:
         return 0
-    return pid if isinstance(pid, int) else 0
-
-
-def _small_file(path: Path) -> bytes:
-    """The start of a regular file. A pipe under this name would have the engine wait for whoever writes into it."""
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-        return file.read(_MAX_NOTE_BYTES)
 
 
 def _pid_of_page(path: Path) -> int:

@@ -22,7 +22,7 @@ from typing import Final
 from kvctl.v1 import fleet_pb2, types_pb2
 from rich.console import Console
 
-from engine_bridge import __version__
+from engine_bridge import __version__, note
 from engine_bridge.protocol import default_engine_dir
 from sidecar.cli import certificates, output
 from sidecar.cli.exitcodes import Exit
@@ -37,7 +37,6 @@ from sidecar.coordinator.outcomes import TARGET_NOT_READY
 
 CLOCK_SKEW_S: Final = 60.0
 ADMISSION_TIMEOUT_S: Final = 5.0
-_MAX_NOTE_BYTES: Final = 64 * 1024
 _PROXIES: Final = ("http_proxy", "https_proxy", "HTTPS_PROXY", "HTTP_PROXY", "grpc_proxy")
 _PLACES: Final = {"ok": 0, "warning": 1, "wrong": 2}
 """What needs a look is printed last."""
@@ -147,11 +146,8 @@ def _engine_directory(directory: Path) -> Iterator[Finding]:
 
 def _failure_note(path: Path) -> str:
     try:
-        # O_NONBLOCK: a pipe under this name would wait for its writer.
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
-            note = json.loads(file.read(_MAX_NOTE_BYTES))
-        return f"could not attach: {note.get('reason', 'no reason given')}"
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        return f"could not attach: {note.read(path).reason}"
+    except note.NoteError:
         return f"could not attach; its note {path} cannot be read"
 
 

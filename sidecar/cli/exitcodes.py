@@ -19,7 +19,7 @@ from enum import IntEnum
 
 from kvctl.v1 import fleet_pb2
 
-from sidecar.coordinator.outcomes import DUPLICATE_TARGET
+from sidecar.coordinator.outcomes import DUPLICATE_TARGET, NOT_CALLED
 
 DEADLINE_CODES = frozenset({"DEADLINE_EXCEEDED"})
 DENIED_CODES = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED"})
@@ -49,7 +49,7 @@ def of_operation(operation: fleet_pb2.FleetOperation) -> Exit:
         return Exit.PARTIAL
     if any(row.outcome == fleet_pb2.TARGET_OUTCOME_UNKNOWN or row.code in DEADLINE_CODES for row in rows):
         return Exit.UNKNOWN
-    called = [row for row in rows if row.outcome not in _NOT_CALLED]
+    called = [row for row in rows if row.outcome not in NOT_CALLED]
     if called and all(row.reason == _REUSED for row in called):
         return Exit.USAGE
     if called and all(row.outcome == fleet_pb2.TARGET_OUTCOME_UNREACHABLE for row in called):
@@ -93,4 +93,3 @@ _NOT_ENDED = frozenset(
     {fleet_pb2.OPERATION_STATE_PENDING, fleet_pb2.OPERATION_STATE_RUNNING, fleet_pb2.OPERATION_STATE_PAUSED}
 )
 _REUSED = "REQUEST_ID_REUSED"
-_NOT_CALLED = frozenset({fleet_pb2.TARGET_OUTCOME_SKIPPED, fleet_pb2.TARGET_OUTCOME_CANCELLED})

@@ -33,7 +33,6 @@ _LOOK_TIMEOUT_S: Final = 5.0
 _TELL_HEALTH_EVERY_S: Final = 5.0
 """What is told of a target's health while a wave waits for it is at most so old."""
 
-_NOT_STARTED: Final = frozenset({fleet_pb2.TARGET_OUTCOME_SKIPPED, fleet_pb2.TARGET_OUTCOME_CANCELLED})
 _NO_TARGET: Final = frozenset({outcomes.DUPLICATE_TARGET, outcomes.TARGET_NOT_READY})
 """Reasons of targets that turn out not to be called at their turn: known by another name, or gone since."""
 
@@ -329,7 +328,7 @@ class Execution:
         return {
             name
             for name, request_id, end in ends
-            if end is not None and ((end.outcome in _NOT_STARTED and not request_id) or _left_out(end))
+            if end is not None and ((end.outcome in outcomes.NOT_CALLED and not request_id) or _left_out(end))
         }
 
     def _progress(self) -> dict[str, Progress]:

@@ -28,6 +28,12 @@ REPLICA_UNREACHABLE: Final = "REPLICA_UNREACHABLE"
 OUTCOME_UNKNOWN: Final = "OUTCOME_UNKNOWN"
 _METHOD_NOT_SERVED: Final = "METHOD_NOT_SERVED"
 
+NOT_CALLED: Final = frozenset({fleet_pb2.TARGET_OUTCOME_SKIPPED, fleet_pb2.TARGET_OUTCOME_CANCELLED})
+"""Outcomes of targets whose turn never came, or that were none at their turn."""
+
+_GROUPS_TOLD: Final = 3
+"""Reasons that `why_not` names; the rest are counted."""
+
 MutationResult = (
     replica_pb2.ResetPrefixCacheResponse
     | replica_pb2.ReorderFreeQueueResponse
@@ -232,9 +238,6 @@ def conclude(operation: fleet_pb2.FleetOperation) -> None:
     operation.why = why_not(operation)
 
 
-_GROUPS_TOLD: Final = 3
-
-
 def why_not(operation: fleet_pb2.FleetOperation) -> str:
     """As in: 2 of 8 failed: ENGINE_SLEEPING; 1 unreachable: REPLICA_UNREACHABLE. Empty when every target succeeded.
 
@@ -242,7 +245,7 @@ def why_not(operation: fleet_pb2.FleetOperation) -> str:
     """
     rows = [row for row in operation.results if row.reason != DUPLICATE_TARGET]
     groups = Counter(
-        (row.outcome in _NOT_CALLED, _COUNTED.get(row.outcome, "not finished"), row.reason or row.code)
+        (row.outcome in NOT_CALLED, _COUNTED.get(row.outcome, "not finished"), row.reason or row.code)
         for row in rows
         if row.outcome != fleet_pb2.TARGET_OUTCOME_SUCCEEDED
     )
@@ -256,9 +259,6 @@ def why_not(operation: fleet_pb2.FleetOperation) -> str:
     if operation.targets_incomplete:
         told.append("replicas may have been missed")
     return "; ".join(told)
-
-
-_NOT_CALLED: Final = frozenset({fleet_pb2.TARGET_OUTCOME_SKIPPED, fleet_pb2.TARGET_OUTCOME_CANCELLED})
 
 
 def final_state(operation: fleet_pb2.FleetOperation) -> fleet_pb2.OperationState.ValueType:

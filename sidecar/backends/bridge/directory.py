@@ -10,7 +10,6 @@ it say that there is one.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from engine_bridge import note
 from sidecar.backends.bridge import ownership
 from sidecar.backends.bridge.backend import BridgeEngine
 from sidecar.backends.bridge.failed import FailedEngine, MissingEngine
@@ -28,7 +28,6 @@ LOG: Final = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.5
 _FILE: Final = re.compile(r"(engine-(\d{1,5})-[0-9a-f]{8})\.(sock|page|failed)")
-_MAX_FAILED_BYTES: Final = 64 * 1024
 
 
 class EngineDirectory:
@@ -235,11 +234,7 @@ def _why_unreadable(directory: Path, error: OSError) -> str:
 
 def _read_failed(path: Path, key: str, rank: int) -> FailedEngine:
     try:
-        # O_NONBLOCK: whoever may write here must not stop the whole sidecar with a pipe.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
-            note = json.loads(file.read(_MAX_FAILED_BYTES))
-        reason, pid = str(note.get("reason", "no reason given")), int(note.get("pid", 0))
-        pid = pid if pid < 2**31 else 0
-    except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
-        reason, pid = f"its note {path} cannot be read: {error}", 0
-    return FailedEngine(key, rank, reason, pid)
+        found = note.read(path)
+    except note.NoteError as error:
+        return FailedEngine(key, rank, f"its note {path} cannot be read: {error}", 0)
+    return FailedEngine(key, rank, found.reason, found.pid)

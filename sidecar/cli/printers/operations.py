@@ -11,6 +11,10 @@ from rich.console import Console
 from sidecar.cli.printers.style import fitting, table, words
 from sidecar.coordinator.outcomes import enum_word
 
+_COLUMNS: Final = ("OPERATION", "KIND", "STATE", "DONE", "STARTED")
+_TELLING: Final = 8
+"""Characters of an id that tell it from others in one list, unless people have chosen ids that begin alike."""
+
 _TONES = {
     fleet_pb2.OPERATION_STATE_SUCCEEDED: "good",
     fleet_pb2.OPERATION_STATE_FAILED: "bad",
@@ -56,8 +60,3 @@ def print_table(console: Console, operations: Sequence[fleet_pb2.FleetOperation]
     for operation in operations:
         if operation.why:
             console.print(words(f"  {operation.operation_id[:telling]}  {operation.why}"))
-
-
-_COLUMNS: Final = ("OPERATION", "KIND", "STATE", "DONE", "STARTED")
-_TELLING: Final = 8
-"""Characters of an id that tell it from others in one list, unless people have chosen ids that begin alike."""
